@@ -1,0 +1,1 @@
+"""Make `torch.compile` safe in threaded programs."""

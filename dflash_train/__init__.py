@@ -1,0 +1,1 @@
+"""A DFlash drafter trainer: one process per host, one thread per device."""
