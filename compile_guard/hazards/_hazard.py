@@ -47,7 +47,8 @@ class Hazard:
     finding: str
     """Code of the finding that tells of it."""
     outcome: Literal["prevented", "explained"] = "prevented"
-    """`prevented`: under the guard the trigger returns None. `explained`: it still fails as it must, and the finding says why."""
+    """`prevented`: under the guard the trigger returns None. `explained`: it still fails as it must, and the finding
+    says why."""
     fix: str
     """What a user changes, one sentence."""
 
@@ -69,7 +70,14 @@ def catalogue() -> dict[str, Hazard]:
         hazard: Hazard = module.HAZARD
         if hazard.name in found or hazard.id in ids:
             other = ids.get(hazard.id, hazard.name)
-            raise ValueError(f"hazard {hazard.id} `{hazard.name}` in {info.name}.py repeats the id or name of `{other}`")
+            raise ValueError(
+                f"hazard {hazard.id} `{hazard.name}` in {info.name}.py repeats the id or name of `{other}`"
+            )
         found[hazard.name] = hazard
         ids[hazard.id] = hazard.name
-    return dict(sorted(found.items(), key=lambda item: (item[1].id[0], int("0" + "".join(filter(str.isdigit, item[1].id))))))
+
+    def order(entry: tuple[str, Hazard]) -> tuple[str, int]:
+        letter, number = entry[1].id[:1], entry[1].id[1:]
+        return letter, int(number)
+
+    return dict(sorted(found.items(), key=order))
