@@ -1,0 +1,125 @@
+"""One compile where N threads miss the same cache: after winning the lock, look again.
+
+The lock is the flight. It ends with the compile, not with the call, and when its leader fails the next waiter tries.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+from compile_guard.entry import RetryCompiledCall, may_retry
+from compile_guard.findings import Finding, findings, this_thread
+from compile_guard.tracing import TRACE_LOCK
+
+
+class DynamoFrame(Protocol):
+    """What Dynamo hands to its callback."""
+
+    f_code: CodeType
+    f_locals: dict[str, Any]
+
+
+class CompileSeam(Protocol):
+    """What single-flight has to know of torch; `torch_seams` answers."""
+
+    def passing_entry(self, frame: DynamoFrame) -> CodeType | None:
+        """Code of the first cache entry whose guards hold for this frame."""
+
+    def backend(self, converter: Any) -> object:
+        """The backend behind Dynamo's converter, by which the cache tells wrappers apart."""
+
+    def compiled_code(self, result: Any) -> CodeType | None:
+        """The code that a compile has made; None when it made none."""
+
+    def ran_into_limit(self, result: Any) -> bool:
+        """Whether a compile was refused because the function has too many entries."""
+
+    def limit_reason(self, code: CodeType) -> str:
+        """The limit that was hit and the number of entries, for people."""
+
+    def is_first_frame(self, frame: FrameType | None) -> bool:
+        """Whether, seen from Dynamo's callback, the frame is the first of its call: nothing has happened in it yet."""
+
+
+class _Converting(threading.local):
+    def __init__(self) -> None:
+        self.now = False
+
+
+class SingleFlight:
+    """Stands around Dynamo's converter, inside the compile lock."""
+
+    def __init__(self, seam: CompileSeam, on_compile: Callable[[CodeType], None]) -> None:
+        self._seam = seam
+        self._on_compile = on_compile
+        self._converting = _Converting()
+        self._backend_of: weakref.WeakKeyDictionary[CodeType, object] = weakref.WeakKeyDictionary()
+
+    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`ConvertFrame.__call__` that compiles nothing that another thread has compiled meanwhile."""
+
+        def convert(converter: Any, frame: DynamoFrame, *args: Any, **kwargs: Any) -> Any:
+            if self._converting.now:  # ConvertFrame calls ConvertFrameAssert: one look is enough
+                return original(converter, frame, *args, **kwargs)
+            backend = self._seam.backend(converter)
+            self._look_again(frame, backend)
+            TRACE_LOCK.describe(f"torch.compile of {frame.f_code.co_name}")
+            self._on_compile(frame.f_code)
+            self._converting.now = True
+            try:
+                result = original(converter, frame, *args, **kwargs)
+            finally:
+                self._converting.now = False
+            code = self._seam.compiled_code(result)
+            if code is not None:
+                self._backend_of[code] = backend
+            elif self._seam.ran_into_limit(result):
+                self._report_limit(frame.f_code)
+            return result
+
+        return convert
+
+    def _look_again(self, frame: DynamoFrame, backend: object) -> None:
+        passing = self._seam.passing_entry(frame)
+        if passing is None:
+            return
+        made_by = self._backend_of.get(passing)
+        if made_by is None or not (made_by is backend or made_by == backend):
+            return
+        # Frames further in have begun: their callers' side effects would happen twice.
+        retry = may_retry() and self._seam.is_first_frame(sys._getframe(2))
+        findings.report(
+            Finding(
+                code="duplicate-compile",
+                subject=frame.f_code.co_name,
+                title=f"`{frame.f_code.co_name}` was about to be compiled a second time",
+                now=this_thread(f"compiles {frame.f_code.co_name}"),
+                shared="the cache of its code object, which torch does not look at again after waiting for the lock",
+                consequence="one compile and one cache entry for each thread; the recompile limit on the first step",
+                fix="keep compile_guard.install(), or compile_guard.warmup() before the threads start"
+                if retry
+                else "compile_guard.warmup() before the threads start: this frame is inside a call that has begun",
+                prevented=retry,
+            )
+        )
+        if retry:
+            raise RetryCompiledCall
+
+    def _report_limit(self, code: CodeType) -> None:
+        findings.report(
+            Finding(
+                code="recompile-limit",
+                subject=code.co_name,
+                title=f"`{code.co_name}` runs eager from now on, in every thread and on every device",
+                now=this_thread(f"calls {code.co_name} ({code.co_filename}:{code.co_firstlineno})"),
+                shared=f"one cache for all wrappers and devices of this code object: {self._seam.limit_reason(code)}",
+                consequence="silent eager runs for the rest of the process; flex_attention then materialises its scores",
+                fix="compile_guard.compile() instead of torch.compile(): each wrapper and device has a cache of its own",
+                prevented=False,
+            )
+        )

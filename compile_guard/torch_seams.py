@@ -1,0 +1,736 @@
+"""The only module that touches private names of torch.
+
+Each seam says what it is for, tells by a feature test whether the installed torch needs it, and puts itself in through
+`Patches`, which take it out again. Read with torch 2.9.1, 2.11.0, 2.13.0 and 2.14.1; a torch in which a name is gone makes
+that one seam fail by name, and the others still work.
+
+torch is imported inside the functions: `TORCH_LOGS=+compile_guard` makes torch import this package half-way through its own
+import, and `import compile_guard` must cost nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import Context, ContextVar
+from dataclasses import dataclass
+from types import CodeType, FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from compile_guard import tracing
+from compile_guard.activation_checkpoint import Block, Tape, thread_safe_checkpoint
+from compile_guard.entry import ENTRY_CODE, counted_entry, gate
+from compile_guard.findings import Finding, findings, this_thread
+from compile_guard.patching import Patches
+from compile_guard.single_flight import DynamoFrame, SingleFlight
+from compile_guard.tracing import TRACE_LOCK
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One place where the guard takes hold of torch."""
+
+    name: str
+    purpose: str
+    put_in: Callable[[Patches], None]
+    needed: Callable[[], bool] = lambda: True
+    """Feature test: False where the installed torch does by itself what the seam is for."""
+
+
+# ---------------------------------------------------------------------------------------------------------- trace lock
+
+
+def prepare() -> None:
+    """Let torch patch itself first: its own patch of `fx.Tracer.trace`, made at the first compile, would go over ours."""
+    import torch._dynamo
+    from torch._dynamo import eval_frame
+
+    eval_frame.TorchPatcher.patch()
+    import torch._functorch._aot_autograd.runtime_wrappers
+    import torch._inductor.compile_fx
+    import torch.fx.experimental.proxy_tensor
+    import torch.utils.checkpoint  # noqa: F401
+
+
+def skip_code(code: CodeType) -> None:
+    """Tell Dynamo never to look at frames of `code`: it would compile them, and so wait for the lock on a warm call."""
+    from torch._dynamo.eval_frame import skip_code as torch_skip_code
+
+    torch_skip_code(code)
+
+
+def trace_entered() -> Callable[[], None]:
+    """Make every backward of the calling thread run on the thread itself; returns what undoes it as the lock falls idle.
+
+    A holder of the trace lock that waited for an autograd device thread would wait for ever where that thread, running
+    somebody else's backward, waits for the lock to compile it.
+    """
+    import torch
+
+    prior: bool = torch._C._is_multithreading_enabled()
+    torch._C._set_multithreading_enabled(False)
+
+    def leaving() -> None:
+        torch._C._set_multithreading_enabled(prior)
+        heal()
+
+    return leaving
+
+
+def _trace_lock(patches: Patches) -> None:
+    from torch._dynamo import convert_frame
+
+    original = convert_frame.compile_lock
+    TRACE_LOCK.core = original  # type: ignore[assignment]
+    TRACE_LOCK.entered = trace_entered
+    TRACE_LOCK.on_contention = tracing.report_contention
+    patches.set_attribute(convert_frame, "compile_lock", TRACE_LOCK)
+
+    def restore() -> None:
+        TRACE_LOCK.entered = TRACE_LOCK.on_contention = None
+
+    patches.on_undo("the trace lock", restore)
+
+
+def heal() -> None:
+    """Mend the FX flag, the `is compiling` flags and FX's patches of `nn.Module`, if no trace is alive and they are left set.
+
+    Only what a tracer wrote is touched: a user's own patch of `nn.Module.__call__` stays.
+    """
+    import torch
+    from torch.fx import _symbolic_trace as fx
+
+    if tracing.num_live_traces():
+        return
+    healed = []
+    if getattr(fx, "_is_fx_tracing_flag", False):
+        fx._is_fx_tracing_flag = False
+        healed.append("FX's tracing flag")
+    for name in ("_is_compiling_flag", "_is_exporting_flag"):
+        if getattr(torch.compiler, name, False):
+            setattr(torch.compiler, name, False)
+            healed.append(f"torch.compiler.{name}")
+    for name, pristine in (("__call__", fx._orig_module_call), ("__getattr__", fx._orig_module_getattr)):
+        current = getattr(torch.nn.Module, name)
+        if current is not pristine and _left_by_a_tracer(current):
+            setattr(torch.nn.Module, name, pristine)
+            healed.append(f"nn.Module.{name}")
+            fx.CURRENT_PATCHER = None
+    if healed:
+        findings.report(
+            Finding(
+                code="stuck-flag" if healed[0].startswith("FX") else "module-patch",
+                subject=", ".join(healed),
+                title="a trace that is over had left its marks on the process; they were taken off",
+                now=this_thread("finds no trace alive"),
+                shared=", ".join(healed),
+                consequence="every later compiled call or module call fails, or runs eager, until the process ends",
+                fix="call compile_guard.install() before the first thread traces",
+                prevented=True,
+            )
+        )
+
+
+def _left_by_a_tracer(function: Any) -> bool:
+    from torch.fx import _symbolic_trace as fx
+
+    if hasattr(function, "_compile_guard_shim"):
+        return True
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == fx.__file__ and code.co_name.endswith("_wrapper")
+
+
+# ------------------------------------------------------------------------------------------------------- flags, patches
+
+
+def _fx_tracer(patches: Patches) -> None:
+    import torch.fx
+
+    trace = tracing.owned_fx_trace(torch.fx.Tracer.trace)
+    skip_code(trace.__code__)  # type: ignore[attr-defined]
+    patches.set_attribute(torch.fx.Tracer, "trace", trace)
+
+
+def fx_flag_is_global() -> bool:
+    """Whether FX's tracing flag is one for the process (2.9–2.13); a thread-local since 2.14 (pytorch#168999)."""
+    from torch.fx import _symbolic_trace as fx
+
+    return hasattr(fx, "_is_fx_tracing_flag")
+
+
+def _fx_flag(patches: Patches) -> None:
+    import torch
+    from torch._higher_order_ops import utils as hop_utils
+    from torch.fx import _symbolic_trace as fx
+
+    patches.swap_code(fx.is_fx_symbolic_tracing, tracing.fx_flag_of_this_thread(torch.compiler.is_compiling))
+    patches.swap_code(fx.is_fx_tracing, tracing.fx_flag_of_this_thread(None))
+    generator = hop_utils._set_compilation_env.__wrapped__
+    original: list[Any] = []
+    suspended = tracing.suspended_trace(lambda *a, **k: original[0](*a, **k), heal)
+    original.append(patches.swap_code(generator, suspended))
+    for function in (suspended, generator):
+        skip_code(function.__code__)
+
+
+def _module_patches(patches: Patches) -> None:
+    from torch.fx import _symbolic_trace as fx
+
+    patcher = fx._Patcher
+    patch_method, patch = patcher.patch_method, patcher.patch
+
+    def patch_method_for_owner(self: Any, cls: type, name: str, new_fn: Any, deduplicate: bool = True) -> None:
+        shim = tracing.owner_only.shim(new_fn, getattr(cls, name), f"{cls.__name__}.{name}")
+        patch_method(self, cls, name, shim, deduplicate)
+
+    def patch_for_owner(self: Any, frame_dict: dict[str, Any], name: str, new_fn: Any, deduplicate: bool = True) -> None:
+        builtins = frame_dict.get("__builtins__", {})
+        builtins = builtins if isinstance(builtins, dict) else vars(builtins)
+        stood_there = frame_dict.get(name, builtins.get(name))
+        shim = new_fn if stood_there is None else tracing.owner_only.shim(new_fn, stood_there, name)
+        patch(self, frame_dict, name, shim, deduplicate)
+
+    skip_code(tracing.owner_only.shim(len, len, "").__code__)  # type: ignore[attr-defined]
+    patches.set_attribute(patcher, "patch_method", patch_method_for_owner)
+    patches.set_attribute(patcher, "patch", patch_for_owner)
+
+
+def _compiling_flags(patches: Patches) -> None:
+    import torch
+
+    for function in (torch.compiler.is_compiling, torch.compiler.is_exporting):
+        original: list[Callable[[], bool]] = []
+        name = f"torch.compiler.{function.__name__}"
+        flag = tracing.flag_of_the_owner(lambda original=original: original[0](), name)
+        original.append(patches.swap_code(function, flag))
+
+
+def _make_fx(patches: Patches) -> None:
+    from torch.fx.experimental import proxy_tensor
+
+    tracer = proxy_tensor._MakefxTracer
+    patches.set_attribute(tracer, "trace", tracing.locked_tracer(tracer.trace, "make_fx"))
+
+
+def _export(patches: Patches) -> None:
+    from torch.export import _trace
+
+    for name in ("_export", "_export_for_training"):
+        patches.set_attribute(_trace, name, tracing.locked_tracer(getattr(_trace, name), "torch.export"))
+
+
+# -------------------------------------------------------------------------------------------------------- lazy backward
+
+
+def _lazy_backward(patches: Patches) -> None:
+    """Take the lock from the first step of a lazy backward compile, not only around Inductor's part of it.
+
+    `force_non_lazy_backward_lowering` would avoid lazy compiles altogether, but a backward compiled with the forward has
+    its donated buffers fixed, and a first backward with `retain_graph=True`, which works lazily, then raises.
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    compiler = getattr(runtime_wrappers, "_AutogradBackwardCompiler", None)
+    if compiler is not None:
+        original = compiler.get_or_compile
+
+        def get_or_compile(self: Any, **kwargs: Any) -> Any:
+            if self.compiled_bw is not None:
+                return self.compiled_bw
+            with TRACE_LOCK.hold("a lazy backward compile"):
+                return original(self, **kwargs)  # looks again whether another thread has compiled it
+
+        skip_code(get_or_compile.__code__)
+        patches.set_attribute(compiler, "get_or_compile", get_or_compile)
+    else:
+        _lazy_backward_of_class(patches, runtime_wrappers)
+
+
+class _LazyBackward(threading.local):
+    """Whether this thread holds the lock for a lazy backward compile whose end is the end of its tracing context."""
+
+    def __init__(self) -> None:
+        self.pending = False
+
+
+def _lazy_backward_of_class(patches: Patches, runtime_wrappers: ModuleType) -> None:
+    """torch up to 2.12: the compile is written out in `CompiledFunction._backward_impl`, a class made for each graph.
+
+    The lock is taken before that looks whether it is compiled, and given back when the compile ends (its tracing context
+    closes), not when the first call does: a collective in the backward would otherwise wait with the lock held.
+    """
+    lazy = _LazyBackward()
+    post_compile = runtime_wrappers.RuntimeWrapper.post_compile
+    tracing_context = runtime_wrappers.tracing
+
+    def locked(cls: Any) -> None:
+        backward_impl = cls._backward_impl
+
+        def _backward_impl(ctx: Any, all_args: Any) -> Any:
+            if cls.compiled_bw is not None:
+                return backward_impl(ctx, all_args)
+            TRACE_LOCK.acquire("a lazy backward compile")
+            if cls.compiled_bw is not None:
+                TRACE_LOCK.release()
+                return backward_impl(ctx, all_args)
+            lazy.pending = True
+            try:
+                return backward_impl(ctx, all_args)
+            finally:
+                if lazy.pending:
+                    lazy.pending = False
+                    TRACE_LOCK.release()
+
+        skip_code(_backward_impl.__code__)
+        cls._backward_impl = staticmethod(_backward_impl)
+
+    class _TracingThenRelease:
+        def __init__(self, context: Any) -> None:
+            self._inner = tracing_context(context)
+
+        def __enter__(self) -> Any:
+            self._ours, lazy.pending = lazy.pending, False
+            return self._inner.__enter__()
+
+        def __exit__(self, *exc: Any) -> Any:
+            try:
+                return self._inner.__exit__(*exc)
+            finally:
+                if self._ours:
+                    TRACE_LOCK.release()
+
+    def post_compile_locked(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        cls = getattr(compiled_fn, "__self__", None)
+        if cls is not None and hasattr(cls, "compiled_bw") and hasattr(cls, "_backward_impl"):
+            locked(cls)
+        return post_compile(self, compiled_fn, *args, **kwargs)
+
+    patches.set_attribute(runtime_wrappers.RuntimeWrapper, "post_compile", post_compile_locked)
+    patches.set_attribute(runtime_wrappers, "tracing", _TracingThenRelease)
+
+
+# ------------------------------------------------------------------------------------- compiled calls and their caches
+
+
+class _CompileSeam:
+    """What single-flight asks of torch."""
+
+    def __init__(self) -> None:
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo import convert_frame
+        from torch._dynamo.types import FrameAction
+        from torch.nn import Module
+
+        self._entries = _debug_get_cache_entry_list
+        self._run_only = FrameAction.RUN_ONLY
+        self._dynamo_file = convert_frame.__file__
+        self._call_impl = Module._call_impl.__code__
+        self._module_call = Module._wrapped_call_impl.__code__
+
+    def passing_entry(self, frame: DynamoFrame) -> CodeType | None:
+        for entry in self._entries(frame.f_code):
+            if entry.guard_manager.check(frame.f_locals):
+                code: CodeType = entry.code
+                return code
+        return None
+
+    def backend(self, converter: Any) -> object:
+        while hasattr(converter, "_torchdynamo_orig_backend"):
+            converter = converter._torchdynamo_orig_backend
+        return converter
+
+    def compiled_code(self, result: Any) -> CodeType | None:
+        guarded = getattr(result, "guarded_code", None)
+        return None if guarded is None else guarded.code
+
+    def ran_into_limit(self, result: Any) -> bool:
+        strategy = getattr(result, "frame_exec_strategy", None)
+        return strategy is not None and strategy.cur_action == self._run_only
+
+    def limit_reason(self, code: CodeType) -> str:
+        from torch._dynamo import config
+
+        return f"{len(self._entries(code))} entries, recompile_limit {config.recompile_limit}"
+
+    def is_first_frame(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame.f_code.co_filename == self._dynamo_file:
+            frame = frame.f_back
+        # `OptimizedModule` goes through the module's own call, which does nothing before `forward` but run pre-hooks.
+        if frame is not None and frame.f_code is self._call_impl:
+            module = frame.f_locals.get("self")
+            if _has_pre_hooks(module):
+                return False
+            frame = frame.f_back
+            if frame is None or frame.f_code is not self._module_call:
+                return False
+            frame = frame.f_back
+        if frame is None or not is_compiled_call(frame.f_code) or frame.f_back is None:
+            return False
+        return frame.f_back.f_code in retrying_codes
+
+
+retrying_codes: set[CodeType] = {ENTRY_CODE}
+"""Code of functions of ours that catch `RetryCompiledCall` around torch's compiled-call wrapper."""
+
+
+def _has_pre_hooks(module: Any) -> bool:
+    from torch.nn.modules import module as nn_module
+
+    return bool(getattr(module, "_forward_pre_hooks", True) or nn_module._global_forward_pre_hooks)
+
+
+def is_compiled_call(code: CodeType) -> bool:
+    """Whether `code` is torch's wrapper around a compiled function."""
+    return code.co_name == "compile_wrapper" and code.co_filename == sys.modules["torch._dynamo.eval_frame"].__file__
+
+
+compile_listeners: list[Callable[[CodeType], None]] = []
+"""Called, under the trace lock, with the code object of each frame that is about to be compiled."""
+
+
+def _notify_compile(code: CodeType) -> None:
+    for listener in compile_listeners:
+        listener(code)
+
+
+def _single_flight(patches: Patches) -> None:
+    from torch._dynamo import convert_frame
+
+    flight = SingleFlight(_CompileSeam(), _notify_compile)
+    for cls in (convert_frame.ConvertFrame, convert_frame.ConvertFrameAssert):
+        patches.set_attribute(cls, "__call__", flight.wrap(cls.__call__))
+
+
+def _compiled_entry(patches: Patches) -> None:
+    """Put the counted entry around what `torch.compile` makes from now on."""
+    from torch._dynamo import eval_frame
+
+    optimize = eval_frame.OptimizeContext
+    make = optimize.__call__
+    skip_code(ENTRY_CODE)
+
+    def make_counted(self: Any, fn: Any) -> Any:
+        made = make(self, fn)
+        code = getattr(made, "__code__", None)
+        return with_entry(made) if code is not None and is_compiled_call(code) else made
+
+    patches.set_attribute(optimize, "__call__", make_counted)
+
+
+def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The counted entry of torch's compiled-call wrapper, which torch takes for that wrapper."""
+    entry = counted_entry(compiled)
+    if hasattr(compiled, "_torchdynamo_wrapper_id"):
+        entry._torchdynamo_wrapper_id = id(entry)  # type: ignore[attr-defined]
+    return entry
+
+
+def _reset_gate(patches: Patches) -> None:
+    import torch._dynamo
+    from torch._dynamo import eval_frame
+
+    from_stance = eval_frame._callback_from_stance
+
+    def gated_callback(callback: Any) -> Any:
+        # Reached by compiled calls that have no entry of ours, while the gate is shut: they wait as if not yet inside.
+        if not _nested_in_compiled_call(sys._getframe(1)):
+            while gate.closed and gate.wait([1]):
+                pass
+        return from_stance(callback)
+
+    def quiet(original: list[Callable[[], None]]) -> Callable[[], None]:
+        def reset() -> None:
+            with gate.shut(is_compiled_call):
+                # Only while the gate is shut do calls that were compiled before `install()` pass here.
+                eval_frame._callback_from_stance = gated_callback
+                try:
+                    with TRACE_LOCK.hold("torch._dynamo.reset"):
+                        original[0]()
+                finally:
+                    eval_frame._callback_from_stance = from_stance
+
+        return reset
+
+    for function in (torch._dynamo.reset, torch._dynamo.reset_code_caches):
+        original: list[Callable[[], None]] = []
+        original.append(patches.swap_code(function, quiet(original)))
+
+
+def _nested_in_compiled_call(frame: FrameType | None) -> bool:
+    """Whether a second compiled-call wrapper stands further out than the one that `frame` is in."""
+    count = 0
+    while frame is not None:
+        count += is_compiled_call(frame.f_code)
+        frame = frame.f_back
+    return count > 1
+
+
+def entries(code: CodeType) -> int:
+    """Number of compiled versions in the cache of a code object."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(code))
+
+
+def reset_code(code: CodeType) -> None:
+    """Drop the compiled versions of one code object. No thread may be inside it: see `entry.Gate.shut`."""
+    from torch._C._dynamo.eval_frame import reset_code as torch_reset_code
+
+    torch_reset_code(code)
+
+
+def optimized_module_class() -> type[torch.nn.Module]:
+    """`torch._dynamo.OptimizedModule`, which libraries test for to find a compiled module."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return OptimizedModule
+
+
+# ----------------------------------------------------------------------------------------- checkpoint and configuration
+
+
+class RandomOps:
+    """Dispatch modes that record and replay what random ops return, and questions about the configuration."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch.utils import _python_dispatch
+        from torch.utils._pytree import tree_map_only
+
+        self._seeded = torch.Tag.nondeterministic_seeded
+        self._modes = _python_dispatch
+        clone: Callable[[Any], Any] = lambda tree: tree_map_only(torch.Tensor, torch.clone, tree)  # noqa: E731
+        base = _python_dispatch.TorchDispatchMode
+        seeded = self._seeded
+
+        class _Mode(base):  # type: ignore[misc, valid-type]
+            """Pushed by hand: `__enter__` sets process-wide flags that make Dynamo run other threads eager."""
+
+            def __init__(self, tape: Tape, on_draw: Callable[[], None]) -> None:
+                super().__init__()
+                self._tape = tape
+                self._position = 0
+                self._on_draw = on_draw
+
+            @classmethod
+            def ignore_compile_internals(cls) -> bool:
+                # Compiled functions stay compiled under this mode; their seeds come through it as `randint.low_out`.
+                return True
+
+            def __enter__(self) -> Any:
+                _python_dispatch._push_mode(self)
+                _active.modes.append(self)
+                return self
+
+            def __exit__(self, *exc: object) -> None:
+                _active.modes.pop()
+                _python_dispatch._pop_mode()
+
+        class _Recording(_Mode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                returned = func(*args, **(kwargs or {}))
+                if seeded in func.tags:
+                    self._on_draw()
+                    self._tape.record(str(func), clone(returned))
+                return returned
+
+        class _Replaying(_Mode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                kwargs = kwargs or {}
+                if seeded not in func.tags:
+                    return func(*args, **kwargs)
+                self._on_draw()
+                drawn = self._tape.at(self._position, str(func))
+                self._position += 1
+                # Ops that write into an argument (`bernoulli_`, `randint.low_out`) return that argument.
+                target = kwargs.get("out", args[0] if args and func._schema.is_mutable else None)
+                if func._schema.is_mutable and isinstance(target, torch.Tensor):
+                    with torch.no_grad():
+                        return target.copy_(drawn)
+                return clone(drawn)
+
+        self.recording: Callable[[Tape, Callable[[], None]], Any] = _Recording
+        self.replaying: Callable[[Tape, Callable[[], None]], Any] = _Replaying
+
+    @staticmethod
+    def is_tracing() -> bool:
+        """Whether the calling thread is inside a trace, which has a way of its own for checkpointed blocks."""
+        import torch
+
+        return bool(torch.compiler.is_compiling()) or tracing.tracing_here() or TRACE_LOCK.owned()
+
+    @staticmethod
+    def report_lost_config(context: Context) -> None:
+        """Report a recompute on another thread whose torch configuration is not that of its forward."""
+        here = {var: value for var, value in _config_of(None).items()}
+        there = _config_of(context)
+        lost = sorted(var.name for var in there.keys() | here.keys() if there.get(var) != here.get(var))
+        if lost:
+            findings.report(
+                Finding(
+                    code="config-lost",
+                    subject=", ".join(lost),
+                    title="a checkpointed block is recomputed on a thread that has not its forward's configuration",
+                    now=this_thread("recomputes a checkpointed block"),
+                    shared=f"torch's configuration, kept for each thread since torch 2.12: {', '.join(lost)}",
+                    consequence="limits and switches set in the training thread do not hold in the backward: recompiles, "
+                    "silent eager runs, or a recompute that differs",
+                    fix="keep compile_guard.install(), or compile_guard.checkpoint()",
+                    prevented=True,
+                )
+            )
+
+
+class _Active(threading.local):
+    """Recording or replaying modes of this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.modes: list[Any] = []
+        self.lifted = False
+
+
+_active = _Active()
+
+
+def _checkpoint(patches: Patches) -> None:
+    import torch.utils.checkpoint
+
+    original: list[Any] = []
+    function = torch.utils.checkpoint.checkpoint.__wrapped__
+    safe = thread_safe_checkpoint(lambda *a, **k: original[0](*a, **k), RandomOps())
+    original.append(patches.swap_code(function, safe))
+    for code in (safe.__code__, Block.__call__.__code__, Block._recompute.__code__, Block._run.__code__):  # type: ignore[attr-defined]
+        skip_code(code)
+
+
+def guards_fail_under_modes() -> bool:
+    """Whether a dispatch mode makes every guard of a compiled function fail (2.9, 2.10), whatever the mode says of itself."""
+    from torch._C._dynamo import guards
+
+    return not hasattr(guards, "set_is_in_mode_without_ignore_compile_internals")
+
+
+def _modes_lifted(patches: Patches) -> None:
+    """Take our dispatch modes off around compiled calls, so that those stay compiled inside checkpointed blocks."""
+    import torch
+    from torch._dynamo import eval_frame
+    from torch.utils import _python_dispatch
+
+    set_eval_frame = eval_frame._maybe_set_eval_frame
+
+    def maybe_set_eval_frame(callback: Any) -> Any:
+        modes = _active.modes
+        if modes:
+            compiled = callback is not None
+            if compiled and not _active.lifted and _python_dispatch._get_current_dispatch_mode() is modes[-1]:
+                _python_dispatch._pop_mode()
+                _active.lifted = True
+                _active.state = torch.random.get_rng_state()
+            elif not compiled and _active.lifted:
+                _python_dispatch._push_mode(modes[-1])
+                _active.lifted = False
+                if not torch.equal(_active.state, torch.random.get_rng_state()):
+                    _report_unreplayed()
+        return set_eval_frame(callback)
+
+    patches.set_attribute(eval_frame, "_maybe_set_eval_frame", maybe_set_eval_frame)
+
+
+def _report_unreplayed() -> None:
+    findings.report(
+        Finding(
+            code="checkpoint-rng",
+            subject="compiled function in a checkpointed block",
+            title="a compiled function inside a checkpointed block drew random numbers, or another thread did meanwhile",
+            now=this_thread("leaves the compiled function"),
+            shared="the process-wide CPU generator, from which this torch's compiled code draws its seeds",
+            consequence="its recompute draws other numbers than its forward: gradients of another forward",
+            fix="move the dropout out of the compiled function, or use torch 2.11 or newer, where the draws are replayed",
+            prevented=False,
+        )
+    )
+
+
+def _config_variables() -> frozenset[ContextVar[Any]]:
+    """The context variables that hold torch's configuration; empty where it is kept in the process (before 2.12)."""
+    from torch.utils._config_module import ConfigModule
+
+    return frozenset(
+        entry.user_override
+        for module in list(sys.modules.values())
+        if isinstance(module, ConfigModule)
+        for entry in module._config.values()
+        if isinstance(entry.user_override, ContextVar)
+    )
+
+
+def _config_of(context: Context | None) -> dict[ContextVar[Any], Any]:
+    """torch's configuration as overridden in a context (None: the calling thread's)."""
+    from contextvars import copy_context
+
+    variables = _config_variables()
+    return {var: value for var, value in (context or copy_context()).items() if var in variables}
+
+
+def config_is_per_thread() -> bool:
+    """Whether a new thread starts with the default configuration (2.12 and later, pytorch#173568)."""
+    return bool(_config_variables())
+
+
+def capture_config() -> Callable[[], None]:
+    """torch's configuration of the calling thread; calling the result gives it to the thread that calls."""
+    captured = _config_of(None)
+
+    def apply() -> None:
+        for var, value in captured.items():
+            var.set(value)
+
+    return apply
+
+
+def _config_inherit(patches: Patches) -> None:
+    """A thread starts with the configuration of the one that starts it, as it did before torch 2.12.
+
+    Only torch's variables are handed on: other libraries mean their context variables to begin anew.
+    """
+    start, run_thread = threading.Thread.start, threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def start_with_config(self: threading.Thread) -> None:
+        self._compile_guard_config = capture_config()  # type: ignore[attr-defined]
+        start(self)
+
+    def bootstrap_with_config(self: threading.Thread) -> None:
+        apply = self.__dict__.pop("_compile_guard_config", None)
+        if apply is not None:
+            apply()
+        run_thread(self)
+
+    patches.set_attribute(threading.Thread, "start", start_with_config)
+    patches.set_attribute(threading.Thread, "_bootstrap_inner", bootstrap_with_config)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam("trace_lock", "one owner-aware lock in place of torch's compile lock; autograd stays on the holder's thread", _trace_lock),
+    Seam("compiling_flags", "`is_compiling` and `is_exporting` speak of the calling thread", _compiling_flags),
+    Seam("fx_flag", "FX's tracing flag speaks of the calling thread", _fx_flag, fx_flag_is_global),
+    Seam("fx_tracer", "one `fx.Tracer.trace` at a time, under the trace lock", _fx_tracer),
+    Seam("module_patches", "FX's patches of nn.Module act for the tracing thread alone", _module_patches),
+    Seam("make_fx", "make_fx under the trace lock", _make_fx),
+    Seam("export", "torch.export under the trace lock", _export),
+    Seam("lazy_backward", "a lazy backward compile holds the trace lock from its first step", _lazy_backward),
+    Seam("single_flight", "one compile where several threads miss the same cache", _single_flight),
+    Seam("compiled_entry", "compiled calls are counted, and may be asked to begin again", _compiled_entry),
+    Seam("reset_gate", "reset waits until no compiled call runs", _reset_gate),
+    Seam("checkpoint", "a recompute draws what its forward drew, in its forward's configuration", _checkpoint),
+    Seam("modes_lifted", "compiled functions inside checkpointed blocks stay compiled", _modes_lifted, guards_fail_under_modes),
+    Seam("config_inherit", "a thread starts with the configuration of its starter", _config_inherit, config_is_per_thread),
+)
+
+
+def iterate_needed() -> Iterator[Seam]:
+    """The seams that the installed torch needs."""
+    return (seam for seam in SEAMS if seam.needed())

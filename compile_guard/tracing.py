@@ -1,0 +1,264 @@
+"""What a trace writes into the process belongs to the thread that traces: flags, patches, and the lock around it all.
+
+Nothing here names private parts of torch: each function takes the original that `torch_seams` found, and returns what
+stands in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+from compile_guard.findings import Finding, findings, other_thread, this_thread
+from compile_guard.trace_lock import TraceLock
+
+TRACE_LOCK = TraceLock("the trace lock")
+"""The one lock. `install()` puts torch's own compile lock into it as its core."""
+
+NESTED_TRACE_MESSAGE = "using FX to symbolically trace a dynamo-optimized function"
+
+
+class _Here(threading.local):
+    """FX traces of this thread, innermost last: True for a live one, False where a higher-order op suspended it."""
+
+    def __init__(self) -> None:
+        self.traces: list[bool] = []
+
+
+_here = _Here()
+_num_live = 0
+"""Live FX traces of all threads. Written under the trace lock only; read without."""
+
+
+def tracing_here() -> bool:
+    """Whether the calling thread is inside an FX trace (and no higher-order op has suspended it)."""
+    if not _num_live:
+        return False
+    traces = _here.traces
+    return bool(traces) and traces[-1]
+
+
+def num_live_traces() -> int:
+    """FX traces alive in the process."""
+    return _num_live
+
+
+def locked_tracer(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """A tracer's entry point that holds the trace lock; for tracers that leave the FX flag alone."""
+
+    @functools.wraps(original)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with TRACE_LOCK.hold(what):
+            return original(*args, **kwargs)
+
+    return locked
+
+
+def owned_fx_trace(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`fx.Tracer.trace` under the trace lock, with the calling thread noted as the one that traces."""
+
+    @functools.wraps(original)
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        global _num_live
+        with TRACE_LOCK.hold("fx.Tracer.trace"):
+            traces = _here.traces
+            traces.append(True)
+            _num_live += 1
+            try:
+                return original(*args, **kwargs)
+            except RuntimeError as error:
+                if NESTED_TRACE_MESSAGE in str(error) and len(traces) == 1:
+                    _explain_nested_trace(error)
+                raise
+            finally:
+                _num_live -= 1
+                traces.pop()
+
+    return trace
+
+
+def _explain_nested_trace(error: RuntimeError) -> None:
+    """A6: one thread traces over a compiled function. It stays an error; the finding says which call and what to do."""
+    trace = error.__traceback__
+    rows = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        rows.append(f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}")
+        trace = trace.tb_next
+    caller = next((row for row in reversed(rows) if "torch/_dynamo" not in row.replace("\\", "/")), rows[-1])
+    findings.report(
+        Finding(
+            code="nested-trace",
+            subject=caller.rsplit(" in ", 1)[-1],
+            title="an FX trace ran into a compiled function, in one and the same thread",
+            now=this_thread(f"traces, and calls the compiled function at {caller}"),
+            shared="the trace of this thread: no other thread is involved",
+            consequence="the RuntimeError that follows; it is not a race and no lock can cure it",
+            fix="trace the function before compiling it (`fn._torchdynamo_orig_callable`), or make the compiled part a "
+            "leaf of the tracer",
+            prevented=False,
+        )
+    )
+
+
+def fx_flag_of_this_thread(is_compiling: Callable[[], bool] | None) -> Callable[[], bool]:
+    """`is_fx_tracing` (or, given `is_compiling`, `is_fx_symbolic_tracing`) that speaks of the calling thread.
+
+    Stands on the warm path of every compiled call: one global read where nobody traces.
+    """
+
+    def flag() -> bool:
+        if not _num_live:
+            return False
+        traces = _here.traces
+        if traces:
+            return traces[-1] and not (is_compiling is not None and is_compiling())
+        _report_foreign_trace()
+        return False
+
+    return flag
+
+
+def _report_foreign_trace() -> None:
+    findings.report(
+        Finding(
+            code="fx-flag",
+            subject="compiled call",
+            title="a compiled function was called while another thread traces",
+            now=this_thread("calls a compiled function"),
+            other=other_thread(TRACE_LOCK.owner, f"is inside {TRACE_LOCK.doing}", TRACE_LOCK.held_s),
+            shared="FX's process-wide `is tracing` flag, which this torch reads before every compiled call",
+            consequence="RuntimeError `Detected that you are using FX to symbolically trace a dynamo-optimized function`, "
+            "or a silent eager run where `error_on_nested_fx_trace` is off (pytorch#126024)",
+            fix="keep compile_guard.install(), or trace and warm up before the threads start",
+            prevented=True,
+        )
+    )
+
+
+def suspended_trace(original: Callable[..., Generator[Any, Any, Any]], heal: Callable[[], None]) -> Callable[..., Any]:
+    """The generator in which a higher-order op takes the FX flag away while it compiles, for this thread only."""
+
+    def suspended(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        traces = _here.traces
+        traces.append(False)
+        try:
+            return (yield from original(*args, **kwargs))
+        finally:
+            traces.pop()
+            if not _num_live:
+                heal()  # the original put back what it had read, which may have been another thread's True
+
+    return suspended
+
+
+def flag_of_the_owner(original: Callable[[], bool], name: str) -> Callable[[], bool]:
+    """A process-wide `is compiling` flag, read as False by every thread that does not hold the trace lock."""
+
+    def flag() -> bool:
+        if not original():
+            return False
+        if TRACE_LOCK.owned():
+            return True
+        findings.report(
+            Finding(
+                code="is-compiling",
+                subject=name,
+                title=f"{name}() was asked while another thread compiles",
+                now=this_thread(f"asks {name}()"),
+                other=other_thread(TRACE_LOCK.owner, f"is inside {TRACE_LOCK.doing}", TRACE_LOCK.held_s),
+                shared="the process-wide flag behind it, set for the whole compile since torch 2.13 (pytorch#184614)",
+                consequence="eager code takes its compiling branch, silently, as long as the other thread compiles",
+                fix="keep compile_guard.install(), or compile before the threads start",
+                prevented=True,
+            )
+        )
+        return False
+
+    return flag
+
+
+class OwnerOnly:
+    """Makes the functions that FX patches in act for the tracing thread alone."""
+
+    def __init__(self) -> None:
+        self._reported: set[int] = set()
+
+    def shim(self, patched: Callable[..., Any], stood_there: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`patched` for the calling thread, `stood_there` for every other."""
+        me = threading.get_ident()
+
+        @functools.wraps(patched)
+        def owner_only(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == me:
+                return patched(*args, **kwargs)
+            self._report(me, name)
+            return stood_there(*args, **kwargs)
+
+        owner_only._compile_guard_shim = stood_there  # type: ignore[attr-defined]
+        return owner_only
+
+    def _report(self, owner: int, name: str) -> None:
+        trace = TRACE_LOCK.statistics().num_acquired
+        if trace in self._reported:  # a forward pass calls hundreds of modules: one report for each trace says it
+            return
+        self._reported = {trace}
+        findings.report(
+            Finding(
+                code="module-patch",
+                subject=name,
+                title=f"{name} was called while another thread traces through it",
+                now=this_thread(f"calls {name}"),
+                other=other_thread(owner, f"is inside {TRACE_LOCK.doing}", TRACE_LOCK.held_s),
+                shared=f"{name}, which FX replaces for the whole process while it traces",
+                consequence="`NameError: module is not installed as a submodule`, or this thread's calls recorded in the "
+                "other one's graph (pytorch#187589)",
+                fix="keep compile_guard.install(), or trace before the threads start",
+                prevented=True,
+            )
+        )
+
+
+owner_only = OwnerOnly()
+
+
+def report_contention(what: str, owner: int | None, doing: str | None) -> None:
+    """A thread is about to wait for the trace lock: say so where overlapping would have done harm.
+
+    Two Dynamo compiles exclude each other in bare torch as well; that is no finding.
+    """
+    is_fx = what == "fx.Tracer.trace"
+    if doing is None or not (is_fx or doing == "fx.Tracer.trace" or what.startswith("a lazy backward")):
+        return
+    if what.startswith("a lazy backward"):
+        on_device_thread = isinstance(threading.current_thread(), threading._DummyThread)
+        code = "device-thread-wait" if on_device_thread else "lazy-backward"
+        title = "a backward was compiled lazily while another thread compiles"
+        shared = "AOTAutograd's tracing context and metrics, and the autograd device thread"
+        consequence = (
+            "for ever: the compiling thread asks autograd for a gradient, which this device thread would have to compute"
+            if on_device_thread
+            else "errors such as `Metric(s) {'is_forward'} have already been set`, and a backward compiled twice"
+        )
+    else:
+        code, title = "stuck-flag", "two traces overlap"
+        shared = "FX's `is tracing` flag and its patches of nn.Module, saved and put back by each trace on its own"
+        consequence = (
+            "the flag or the patches of the first trace stay for ever, and every later module call or compiled call "
+            "fails; or a compile strips the other trace of its patches and its graph changes"
+        )
+    findings.report(
+        Finding(
+            code=code,
+            subject=what,
+            title=title,
+            now=this_thread(f"enters {what}"),
+            other=other_thread(owner, f"is inside {doing}", TRACE_LOCK.held_s),
+            shared=shared,
+            consequence=consequence,
+            fix="keep compile_guard.install(); to avoid the wait, compile and trace before the threads start",
+            prevented=True,
+        )
+    )

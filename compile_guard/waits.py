@@ -1,0 +1,151 @@
+"""Who waits for whom: every blocking wait of the guard is recorded, so that none is silent and none closes a cycle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from compile_guard.findings import Finding, GuardError, findings, other_thread, this_thread
+
+STALL_S = 30.0
+"""A wait longer than this is reported, with the stacks of both threads."""
+
+
+class DeadlockError(GuardError):
+    """A wait was refused because it would never have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One thread's wait: for what, and which threads (`get_ident()`) could end it."""
+
+    subject: str
+    holders: Callable[[], frozenset[int]]
+    since: float
+    """`time.monotonic()` of its start."""
+
+
+_waits: dict[int, Wait] = {}
+# Taken only around dictionary work; never while waiting and never from a finalizer.
+_waits_lock = threading.Lock()
+
+
+def waiting() -> dict[int, Wait]:
+    """The waits of this moment, by thread ident."""
+    return dict(_waits)
+
+
+def _cycle(me: int, holders: frozenset[int]) -> list[int] | None:
+    """The chain of threads from one of `holders` back to `me`, if there is one."""
+    for holder in holders:
+        chain, seen = [holder], {holder}
+        current = holder
+        while current != me:
+            wait = _waits.get(current)
+            # Only a wait for one thread is a dead end; with several holders any of them may end it.
+            ahead = wait.holders() if wait is not None else frozenset()
+            if len(ahead) != 1:
+                break
+            current = next(iter(ahead))
+            if current in seen:
+                break
+            chain.append(current)
+            seen.add(current)
+        else:
+            if len(holders) == 1:
+                return chain
+    return None
+
+
+@contextmanager
+def recorded(subject: str, holders: Callable[[], frozenset[int]]) -> Iterator[Wait]:
+    """Record the calling thread's wait for the length of the block.
+
+    Raises:
+        DeadlockError: the threads that could end the wait already wait, at the end of the chain, for the caller.
+    """
+    me = threading.get_ident()
+    wait = Wait(subject, holders, time.monotonic())
+    with _waits_lock:
+        cycle = _cycle(me, holders())
+        outer = _waits.get(me)
+        if cycle is None:
+            _waits[me] = wait
+    if cycle is not None:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        chain = " -> ".join(names.get(ident, str(ident)) for ident in cycle)
+        raise DeadlockError(
+            f"thread {threading.current_thread().name} would wait for {subject} for ever: {chain} wait for it in turn. "
+            "Let the other thread finish before this one traces, or trace before starting it."
+        )
+    try:
+        yield wait
+    finally:
+        with _waits_lock:
+            if outer is None:
+                _waits.pop(me, None)
+            else:
+                _waits[me] = outer
+
+
+def wait_for(
+    step: Callable[[float], bool],
+    subject: str,
+    holders: Callable[[], frozenset[int]],
+    *,
+    timeout: float | None = None,
+    slice_s: float | None = None,
+) -> bool:
+    """Call `step(seconds)`, which blocks at most so long and says whether the wait is over, until it is.
+
+    Reports a `stall` every `STALL_S`. `slice_s` bounds one step, for conditions that nobody announces.
+
+    Returns:
+        False when `timeout` seconds passed first.
+
+    Raises:
+        DeadlockError: the wait would close a cycle.
+        FindingError: it stalled, and the mode is `raise`.
+    """
+    with recorded(subject, holders) as wait:
+        deadline = None if timeout is None else wait.since + timeout
+        next_report = wait.since + STALL_S
+        while True:
+            now = time.monotonic()
+            until = next_report if deadline is None else min(deadline, next_report)
+            span = max(0.0, until - now)
+            if step(span if slice_s is None else min(span, slice_s)):
+                return True
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return False
+            if now >= next_report:
+                next_report = now + STALL_S
+                _report_stall(wait)
+
+
+def _report_stall(wait: Wait) -> None:
+    held_by = sorted(wait.holders())
+    findings.report(
+        Finding(
+            code="stall",
+            subject=wait.subject,
+            title=f"waiting for {wait.subject} since {time.monotonic() - wait.since:.0f} s",
+            now=this_thread(f"waits for {wait.subject}"),
+            other=other_thread(held_by[0] if held_by else None, f"holds {wait.subject}"),
+            shared=wait.subject,
+            consequence="no progress in this thread until the other one lets go; the guard goes on waiting",
+            fix="look at the second stack: code inside a trace must not wait for a thread that traces as well",
+            prevented=False,
+        )
+    )
+
+
+def after_fork_in_child() -> None:
+    """Forget the waits of threads that the child does not have."""
+    global _waits_lock
+    _waits_lock = threading.Lock()
+    _waits.clear()
