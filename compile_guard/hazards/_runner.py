@@ -47,7 +47,7 @@ class Iteration:
     unhealthy: list[str] = field(default_factory=list)
     """What no longer works in the process after the trigger; asked with the guard only."""
     stacks: str = ""
-    """What the child wrote to stderr, of a crash or hang: the stacks of all its threads."""
+    """What the child wrote to stderr: of a crash, hang or deadlock, the stacks of all its threads."""
     wall_s: float = 0.0
 
     def exit_code(self, hazard: Hazard) -> int:
@@ -100,7 +100,7 @@ def run_once(hazard: Hazard, *, guard: bool = False, mirror: bool = False, timeo
         how = f"hung: not finished after {timeout_s:g} s"
         return Iteration(**known | {"ended": "hung", "occurred": how, "stacks": said})
     if "ended" in known:
-        return Iteration(**known)
+        return Iteration(**known | {"stacks": said})
     if status < 0:
         how = f"crashed: killed by {signal.Signals(-status).name}"
     else:

@@ -28,7 +28,7 @@ def meet(barrier: threading.Barrier, patience_s: float = PATIENCE_S) -> bool:
     return True
 
 
-def run_threads(timeout_s: float = 60.0, **bodies: Callable[[], Any]) -> dict[str, Any]:
+def run_threads(timeout_s: float = 60.0, /, **bodies: Callable[[], Any]) -> dict[str, Any]:
     """Run each function in a thread named after its keyword, and return what each returned.
 
     Raises:

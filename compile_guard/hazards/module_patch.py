@@ -60,7 +60,7 @@ def stripped_by_a_compile() -> str | None:
             y: torch.Tensor = self.layer(x)
             return y
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pause() -> None:
         paused.set()
         wait(tracing)

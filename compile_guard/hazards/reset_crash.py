@@ -24,13 +24,13 @@ def trigger() -> str | None:
     class Tagged(torch.Tensor):
         """A tensor whose guard runs Python: the place where a look-up can be held, and where the GIL drops anyway."""
 
-        inner: torch.Tensor
+        held: torch.Tensor
         armed = False
 
         @staticmethod
         def __new__(cls, inner: torch.Tensor) -> Tagged:
-            made: Tagged = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-            made.inner = inner
+            made: Tagged = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+            made.held = inner
             return made
 
         def __tensor_flatten__(self) -> tuple[list[str], str]:
@@ -38,15 +38,17 @@ def trigger() -> str | None:
                 Tagged.armed = False
                 looking_up.set()
                 wait(reset_done)
-            return ["inner"], "tag"
+            return ["held"], "tag"
 
         @staticmethod
         def __tensor_unflatten__(inner: dict[str, torch.Tensor], tag: str, size: Any, stride: Any) -> Tagged:
-            return Tagged(inner["inner"])
+            return Tagged(inner["held"])
 
         @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            plain = [arg.inner if isinstance(arg, Tagged) else arg for arg in args]
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            plain = [arg.held if isinstance(arg, Tagged) else arg for arg in args]
             return Tagged(function(*plain, **(kwargs or {})))
 
     @torch.compile(backend="eager", dynamic=False)
