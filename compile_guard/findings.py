@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ Mode = Literal["off", "record", "warn", "raise"]
 MODES: tuple[Mode, ...] = ("off", "record", "warn", "raise")
 
 _STACK_FRAMES = 12
-_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+_OWN_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_THREADING_FILE = threading.__file__
 _MAX_RECORDED = 1000
 """A finding that repeats only raises the count of the first, so that this is a bound on different findings."""
 
@@ -102,14 +102,21 @@ class Finding:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """The innermost frames of a stack as `file:line in function`, without the guard's own."""
-    summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    rows = [
-        f"{entry.filename}:{entry.lineno} in {entry.name}"
-        for entry in reversed(summary)
-        if not os.path.abspath(entry.filename).startswith(_OWN_DIRECTORY)
-    ]
-    return tuple(rows[-_STACK_FRAMES:])
+    """A stack as a user reads it: the program's own frames, and below them the torch frame that they ended in."""
+    rows: list[str] = []
+    innermost_torch: str | None = None
+    while frame is not None and len(rows) < _STACK_FRAMES:
+        name = frame.f_code.co_filename
+        row = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if f"{os.sep}torch{os.sep}" in name:
+            if not rows and innermost_torch is None:
+                innermost_torch = row
+        elif not name.startswith((_OWN_DIRECTORY, _THREADING_FILE, "<frozen")):
+            rows.append(row)
+        frame = frame.f_back
+    if innermost_torch is not None:
+        rows.insert(0, innermost_torch)
+    return tuple(reversed(rows))
 
 
 def this_thread(doing: str) -> Actor:

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -42,6 +43,9 @@ class CompileSeam(Protocol):
     def limit_reason(self, code: CodeType) -> str:
         """The limit that was hit and the number of entries, for people."""
 
+    def limits(self, code: CodeType) -> AbstractContextManager[Any]:
+        """Puts the code object's own recompile limit in force, if it has one."""
+
     def is_first_frame(self, frame: FrameType | None) -> bool:
         """Whether, seen from Dynamo's callback, the frame is the first of its call: nothing has happened in it yet."""
 
@@ -54,7 +58,7 @@ class _Converting(threading.local):
 class SingleFlight:
     """Stands around Dynamo's converter, inside the compile lock."""
 
-    def __init__(self, seam: CompileSeam, on_compile: Callable[[CodeType], None]) -> None:
+    def __init__(self, seam: CompileSeam, on_compile: Callable[[str], None]) -> None:
         self._seam = seam
         self._on_compile = on_compile
         self._converting = _Converting()
@@ -69,10 +73,11 @@ class SingleFlight:
             backend = self._seam.backend(converter)
             self._look_again(frame, backend)
             TRACE_LOCK.describe(f"torch.compile of {frame.f_code.co_name}")
-            self._on_compile(frame.f_code)
+            self._on_compile(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_code.co_firstlineno})")
             self._converting.now = True
             try:
-                result = original(converter, frame, *args, **kwargs)
+                with self._seam.limits(frame.f_code):
+                    result = original(converter, frame, *args, **kwargs)
             finally:
                 self._converting.now = False
             code = self._seam.compiled_code(result)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextvars import Context, ContextVar
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -242,6 +244,8 @@ def _lazy_backward(patches: Patches) -> None:
             if self.compiled_bw is not None:
                 return self.compiled_bw
             with TRACE_LOCK.hold("a lazy backward compile"):
+                if self.compiled_bw is None:
+                    _notify_compile("a backward")
                 return original(self, **kwargs)  # looks again whether another thread has compiled it
 
         skip_code(get_or_compile.__code__)
@@ -279,6 +283,7 @@ def _lazy_backward_of_class(patches: Patches, runtime_wrappers: ModuleType) -> N
                 return backward_impl(ctx, all_args)
             lazy.pending = True
             try:
+                _notify_compile("a backward")
                 return backward_impl(ctx, all_args)
             finally:
                 if lazy.pending:
@@ -352,9 +357,13 @@ class _CompileSeam:
         return strategy is not None and strategy.cur_action == self._run_only
 
     def limit_reason(self, code: CodeType) -> str:
+        return f"{len(self._entries(code))} entries, recompile_limit {recompile_limits.get(code, recompile_limit())}"
+
+    def limits(self, code: CodeType) -> AbstractContextManager[Any]:
         from torch._dynamo import config
 
-        return f"{len(self._entries(code))} entries, recompile_limit {config.recompile_limit}"
+        limit = recompile_limits.get(code)
+        return nullcontext() if limit is None else config.patch(recompile_limit=limit)
 
     def is_first_frame(self, frame: FrameType | None) -> bool:
         while frame is not None and frame.f_code.co_filename == self._dynamo_file:
@@ -388,13 +397,16 @@ def is_compiled_call(code: CodeType) -> bool:
     return code.co_name == "compile_wrapper" and code.co_filename == sys.modules["torch._dynamo.eval_frame"].__file__
 
 
-compile_listeners: list[Callable[[CodeType], None]] = []
-"""Called, under the trace lock, with the code object of each frame that is about to be compiled."""
+recompile_limits: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
+"""Limits of single code objects (`compile(recompile_limit=)`); the others have torch's."""
+
+compile_listeners: list[Callable[[str], None]] = []
+"""Called, under the trace lock, with a description of what is about to be compiled."""
 
 
-def _notify_compile(code: CodeType) -> None:
-    for listener in compile_listeners:
-        listener(code)
+def _notify_compile(what: str) -> None:
+    for listener in tuple(compile_listeners):
+        listener(what)
 
 
 def _single_flight(patches: Patches) -> None:
@@ -469,6 +481,23 @@ def _nested_in_compiled_call(frame: FrameType | None) -> bool:
     return count > 1
 
 
+def allow_inlining(wrapper: Callable[..., Any]) -> None:
+    """Let Dynamo inline a wrapper that has `cache_info` without taking it for an `lru_cache` and warning of that."""
+    from torch._dynamo import utils
+
+    allow = getattr(utils, "allow_lru_cache_wrapper_trace_without_warning", None)
+    if allow is not None:
+        allow(wrapper)
+
+
+def recompile_limit() -> int:
+    """torch's limit of compiled versions for each code object, in the calling thread."""
+    from torch._dynamo import config
+
+    limit: int = config.recompile_limit
+    return limit
+
+
 def entries(code: CodeType) -> int:
     """Number of compiled versions in the cache of a code object."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -481,6 +510,26 @@ def reset_code(code: CodeType) -> None:
     from torch._C._dynamo.eval_frame import reset_code as torch_reset_code
 
     torch_reset_code(code)
+
+
+def is_skipped_by_dynamo(function: Any) -> bool:
+    """Whether Dynamo leaves frames of `function` alone (those of torch's own modules), so that they must be inlined."""
+    from torch._dynamo import trace_rules
+
+    return bool(trace_rules.check(function))
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling the module does more than call its `forward`."""
+    from torch.nn.modules import module as nn_module
+
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or nn_module._has_any_global_hook()
+    )
 
 
 def optimized_module_class() -> type[torch.nn.Module]:
@@ -670,8 +719,6 @@ def _config_variables() -> frozenset[ContextVar[Any]]:
 
 def _config_of(context: Context | None) -> dict[ContextVar[Any], Any]:
     """torch's configuration as overridden in a context (None: the calling thread's)."""
-    from contextvars import copy_context
-
     variables = _config_variables()
     return {var: value for var, value in (context or copy_context()).items() if var in variables}
 

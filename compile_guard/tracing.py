@@ -7,11 +7,12 @@ stands in its place.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
-from compile_guard.findings import Finding, findings, other_thread, this_thread
+from compile_guard.findings import Finding, findings, other_thread, stack_of, this_thread
 from compile_guard.trace_lock import TraceLock
 
 TRACE_LOCK = TraceLock("the trace lock")
@@ -82,12 +83,12 @@ def owned_fx_trace(original: Callable[..., Any]) -> Callable[..., Any]:
 def _explain_nested_trace(error: RuntimeError) -> None:
     """A6: one thread traces over a compiled function. It stays an error; the finding says which call and what to do."""
     trace = error.__traceback__
-    rows = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        rows.append(f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}")
+    assert trace is not None
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    caller = next((row for row in reversed(rows) if "torch/_dynamo" not in row.replace("\\", "/")), rows[-1])
+    # The innermost frame is torch's check; the program's own frame outside it is the call to explain.
+    stack = stack_of(trace.tb_frame)
+    caller = next((row for row in reversed(stack) if f"{os.sep}torch{os.sep}" not in row), stack[-1])
     findings.report(
         Finding(
             code="nested-trace",

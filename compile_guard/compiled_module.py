@@ -1,0 +1,66 @@
+"""A compiled `nn.Module` with a cache for each device. Imports torch: loaded when the first module is compiled."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_guard import torch_seams
+from compile_guard.device_cache import CacheInfo, CompileOptions, DeviceCache, _cache_of, _calling, device_of
+
+OptimizedModule: Any = torch_seams.optimized_module_class()
+
+
+class CompiledModule(OptimizedModule):  # type: ignore[misc]
+    """What `torch.compile(module)` gives (an `OptimizedModule`: state dict, attributes, copies and pickles are the
+    module's), but each device has a clone of `forward` with a cache of its own."""
+
+    def __init__(self, mod: nn.Module, dynamo_ctx: CompileOptions) -> None:
+        super().__init__(mod, dynamo_ctx)
+
+    def _initialize(self) -> None:
+        # Called by torch's constructor and after unpickling; the base would ask torch's own context to compile.
+        self.forward = _module_dispatcher(self._orig_mod, self.dynamo_ctx)
+        if hasattr(self._orig_mod, "_initialize_hook"):  # a lazy module: torch's own way of initialising it first
+            self._forward = self.forward
+            self.forward = self._call_lazy_check
+
+    def cache_info(self) -> dict[torch.device, CacheInfo]:
+        """The state of each device's cache."""
+        dispatch = getattr(self, "_forward", self.forward) if hasattr(self._orig_mod, "_initialize_hook") else self.forward
+        info: dict[torch.device, CacheInfo] = dispatch.cache_info()
+        return info
+
+
+def _module_dispatcher(module: nn.Module, options: CompileOptions) -> Callable[..., Any]:
+    forward = module.forward
+    own_forward = isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType)
+    # Dynamo does not look at frames of torch's own modules: those are inlined into a frame of ours, as torch does it.
+    direct: DeviceCache | None = None
+    if own_forward and not torch_seams.is_skipped_by_dynamo(forward):
+        direct = _cache_of(forward.__func__, options)
+    inlined = _cache_of(_calling(module), CompileOptions(options.torch_options, options.recompile_limit))
+    tensor = torch.Tensor
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else None
+        device = first.device if isinstance(first, tensor) else device_of((*args, module), kwargs)
+        if direct is not None and not torch_seams.has_hooks(module) and module.forward.__func__ is direct.function:
+            compiled = direct.by_device.get(device) or direct.compiled_for(device)
+            return compiled(module, *args, **kwargs)
+        compiled = inlined.by_device.get(device) or inlined.compiled_for(device)
+        return compiled(*args, **kwargs)
+
+    def cache_info() -> dict[torch.device, CacheInfo]:
+        return {**inlined.info(), **(direct.info() if direct is not None else {})}
+
+    for code in (dispatch.__code__, device_of.__code__, torch_seams.has_hooks.__code__):
+        torch_seams.skip_code(code)
+    dispatch._torchdynamo_inline = module.__call__  # type: ignore[attr-defined]
+    dispatch._torchdynamo_orig_callable = module.__call__  # type: ignore[attr-defined]
+    dispatch.cache_info = cache_info  # type: ignore[attr-defined]
+    return dispatch

@@ -1,0 +1,306 @@
+"""`compile_guard.compile`: `torch.compile` with a cache of its own for each wrapper and device.
+
+torch keeps compiled versions on the function's code object: every wrapper, thread and device shares them, and one limit for
+all (8), beyond which the function runs eager for the rest of the process. Here each wrapper and device has a clone of the
+function, with a code object of its own, so that neither entries nor limits nor the history of dynamic shapes are shared.
+Helpers that a graph break calls are not cloned and stay shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from compile_guard import torch_seams
+from compile_guard.findings import findings, mode_from_environment
+from compile_guard.install import install
+
+if TYPE_CHECKING:
+    import torch
+
+_C = TypeVar("_C", bound=Callable[..., Any])
+_clone_numbers = itertools.count()
+_caches: weakref.WeakSet[DeviceCache] = weakref.WeakSet()
+_shared: dict[Hashable, DeviceCache] = {}
+_shared_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """The cache of one device."""
+
+    num_entries: int
+    """Compiled versions of the function for this device."""
+    recompile_limit: int
+    """How many there may be before the function runs eager on this device."""
+    name: str
+    """Name of the clone in tracebacks, profiles and torch's logs."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a wrapper was made with: pickled and copied with a compiled module, without its caches."""
+
+    torch_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `torch.compile`."""
+    recompile_limit: int | None = None
+    shared: Hashable | None = None
+
+
+class DeviceCache:
+    """The clones of one function, by device. `function` takes whatever the wrapper is called with."""
+
+    def __init__(self, function: types.FunctionType, options: CompileOptions) -> None:
+        self.function = function
+        self.options = options
+        self.by_device: dict[torch.device, Callable[..., Any]] = {}
+        self._codes: dict[torch.device, types.CodeType] = {}
+        self._lock = threading.Lock()
+        _caches.add(self)
+
+    def compiled_for(self, device: torch.device) -> Callable[..., Any]:
+        """The compiled clone for a device, made at its first call. Nothing is compiled here."""
+        import torch
+
+        with self._lock:
+            compiled = self.by_device.get(device)
+            if compiled is None:
+                clone = clone_function(self.function, f"{device.type}{'' if device.index is None else device.index}")
+                if self.options.recompile_limit is not None:
+                    torch_seams.recompile_limits[clone.__code__] = self.options.recompile_limit
+                compiled = torch.compile(clone, **self.options.torch_options)
+                if not hasattr(compiled, "_compile_guard_inner"):
+                    compiled = torch_seams.with_entry(compiled)  # the guard was taken out meanwhile
+                self._codes[device] = clone.__code__
+                self.by_device[device] = compiled
+            return compiled
+
+    def info(self) -> dict[torch.device, CacheInfo]:
+        """The state of each device's cache."""
+        limit = self.options.recompile_limit
+        limit = torch_seams.recompile_limit() if limit is None else limit
+        return {
+            device: CacheInfo(torch_seams.entries(code), limit, code.co_name)
+            for device, code in list(self._codes.items())
+        }
+
+    def retire(self, device: torch.device | None) -> None:
+        """Forget a device's clone, or every one. A call that is inside one keeps it alive until it ends."""
+        with self._lock:
+            for each in list(self.by_device) if device is None else [device]:
+                self.by_device.pop(each, None)
+                self._codes.pop(each, None)
+
+
+def clone_function(function: types.FunctionType, suffix: str) -> types.FunctionType:
+    """A copy of `function` with a code object of its own, and a name of its own in it.
+
+    The name matters: torch keeps the history of dynamic shapes by file, line and name. File and line stay the
+    original's, so that tracebacks and debuggers show its source.
+    """
+    code = function.__code__
+    own_name = f"{code.co_name}_{suffix}_{next(_clone_numbers)}"
+    clone = types.FunctionType(
+        code.replace(co_name=own_name), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    clone.__kwdefaults__ = function.__kwdefaults__
+    clone.__dict__.update(function.__dict__)
+    clone.__qualname__ = function.__qualname__
+    clone.__module__ = function.__module__
+    clone.__doc__ = function.__doc__
+    clone.__annotations__ = function.__annotations__
+    return clone
+
+
+def _cache_of(function: types.FunctionType, options: CompileOptions) -> DeviceCache:
+    """The cache of a new wrapper: a new one, or with `shared=` that of all wrappers of the function with the same key."""
+    if options.shared is None:
+        return DeviceCache(function, options)
+    key = (options.shared, function.__code__)
+    with _shared_lock:
+        cache = _shared.setdefault(key, DeviceCache(function, options))
+    if cache.options != options:
+        raise ValueError(
+            f"compile(shared={options.shared!r}) of {function.__qualname__} was first called with "
+            f"{cache.options.torch_options}, now with {options.torch_options}: wrappers that share compiled code must be "
+            "compiled alike. Use another key, or the same options."
+        )
+    return cache
+
+
+def device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
+    """The device of the first tensor among the arguments, nested containers searched in order; else of the first module's
+    first parameter; else the current device."""
+    import torch
+
+    modules: list[torch.nn.Module] = []
+    pending: list[Any] = [*kwargs.values()][::-1] + list(args)[::-1]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            return value.device
+        if isinstance(value, torch.nn.Module):
+            modules.append(value)
+        elif isinstance(value, dict):
+            pending.extend(list(value.values())[::-1])
+        elif isinstance(value, (list, tuple)):
+            pending.extend(value[::-1])
+    for module in modules:
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            return tensor.device
+    return current_device()
+
+
+def current_device() -> torch.device:
+    """The calling thread's current accelerator once one is in use, else the CPU."""
+    import torch
+
+    if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def _dispatcher(cache: DeviceCache, like: Callable[..., Any], bound: tuple[Any, ...] = ()) -> Callable[..., Any]:
+    """The function that calls the clone of its arguments' device, with `bound` in front of them."""
+    import torch
+
+    by_device, tensor = cache.by_device, torch.Tensor
+
+    if bound:
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args else None
+            device = first.device if isinstance(first, tensor) else device_of((*args, *bound), kwargs)
+            compiled = by_device.get(device) or cache.compiled_for(device)
+            return compiled(*bound, *args, **kwargs)
+
+    else:
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args else None
+            device = first.device if isinstance(first, tensor) else device_of(args, kwargs)
+            compiled = by_device.get(device) or cache.compiled_for(device)
+            return compiled(*args, **kwargs)
+
+    # A graph break may call us with Dynamo watching; and when it inlines us it shall see the function, not the dispatch.
+    for code in (dispatch.__code__, device_of.__code__, cache.compiled_for.__func__.__code__):  # type: ignore[attr-defined]
+        torch_seams.skip_code(code)
+    functools.update_wrapper(dispatch, like)
+    dispatch._torchdynamo_inline = like  # type: ignore[attr-defined]
+    dispatch.cache_info = cache.info  # type: ignore[attr-defined]
+    dispatch._compile_guard_cache = cache  # type: ignore[attr-defined]
+    torch_seams.allow_inlining(dispatch)
+    return dispatch
+
+
+@overload
+def compile(
+    model: None = None, *, shared: Hashable | None = ..., recompile_limit: int | None = ..., **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+@overload
+def compile(
+    model: _C, *, shared: Hashable | None = ..., recompile_limit: int | None = ..., **options: Any
+) -> _C: ...
+def compile(model: Any = None, *, shared: Hashable | None = None, recompile_limit: int | None = None, **options: Any) -> Any:
+    """`torch.compile` for threads: a drop-in for functions, methods, modules and callable objects, and a decorator.
+
+    Installs the guard. Each wrapper has a cache for each device; the device of a call is that of its first tensor argument
+    (nested containers searched in order), else of the module's first parameter, else the current one. `cache_info()` of
+    what is returned tells the state of each.
+
+    Args:
+        model: what to compile; None when used as a decorator with arguments.
+        shared: wrappers of one function with the same key share one cache for each device: for the layers of a model.
+        recompile_limit: compiled versions for each device before it runs eager; torch's own limit when None.
+        options: those of `torch.compile`.
+
+    Raises:
+        TypeError: `model` cannot be compiled; the message says why.
+        ValueError: `recompile_limit` is below 1, or wrappers with one `shared` key differ in their options.
+    """
+    if recompile_limit is not None and recompile_limit < 1:
+        raise ValueError(f"compile(recompile_limit=) must be at least 1, got {recompile_limit}")
+    if model is None:
+        return lambda decorated: compile(decorated, shared=shared, recompile_limit=recompile_limit, **options)
+    import torch
+
+    if mode_from_environment(findings.mode) == "off":
+        return torch.compile(model, **options)
+    install()
+    wanted = CompileOptions(options, recompile_limit, shared)
+    if isinstance(model, torch.nn.Module):
+        from compile_guard.compiled_module import CompiledModule
+
+        return CompiledModule(getattr(model, "_orig_mod", model), wanted)
+    return _compile_callable(model, wanted)
+
+
+def _compile_callable(model: Any, options: CompileOptions) -> Any:
+    if isinstance(model, (staticmethod, classmethod)):
+        return type(model)(_compile_callable(model.__func__, options))
+    if isinstance(model, type) or not callable(model):
+        what = f"class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} {model!r:.80}"
+        raise TypeError(f"compile() takes a function, a method, a module or a callable object, got {what}")
+    if isinstance(model, functools.partial):
+        inner = _compile_callable(model.func, options)
+        made = functools.partial(inner, *model.args, **model.keywords)
+        made.cache_info = inner.cache_info  # type: ignore[attr-defined]
+        return made
+    model = getattr(model, "_torchdynamo_orig_callable", model)  # compiled already: its own options end here
+    if isinstance(model, types.MethodType):
+        function, bound = model.__func__, (model.__self__,)
+    elif isinstance(model, types.FunctionType):
+        function, bound = model, ()
+    else:
+        call = type(model).__call__
+        if isinstance(call, types.FunctionType):
+            function, bound = call, (model,)
+        else:
+            function, bound = _calling(model), ()
+    for test, kind in ((inspect.iscoroutinefunction, "coroutine"), (inspect.isasyncgenfunction, "asynchronous generator"),
+                       (inspect.isgeneratorfunction, "generator")):
+        if test(function):
+            raise TypeError(
+                f"{function.__qualname__} is a {kind} function: Dynamo compiles calls that run to their end, and would run it "
+                "eager without a word. Compile the tensor work that it does as a function of its own."
+            )
+    if not isinstance(function, types.FunctionType):
+        function = _calling(function)
+    like = model if isinstance(model, (types.FunctionType, types.MethodType)) else function
+    return _dispatcher(_cache_of(function, options), like, bound)
+
+
+def _calling(target: Callable[..., Any]) -> types.FunctionType:
+    """A Python function that calls `target`, for callables without code of their own (built-in functions, C types)."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    name = getattr(target, "__name__", type(target).__name__)
+    call.__name__, call.__qualname__ = name, name
+    return call
+
+
+def reset(device: torch.device | str | int | None = None) -> None:
+    """Drop compiled code: of one device (that made by `compile_guard.compile`), or with None everything torch has.
+
+    Waits, in the second case, until no compiled call is running; see `torch._dynamo.reset`.
+
+    Raises:
+        GuardError: called from inside a compiled call, or calls did not end in time.
+    """
+    import torch
+
+    if device is None:
+        torch._dynamo.reset()
+    for cache in list(_caches):
+        cache.retire(None if device is None else torch.device(device))
