@@ -18,7 +18,7 @@ Mode = Literal["off", "record", "warn", "raise"]
 MODES: tuple[Mode, ...] = ("off", "record", "warn", "raise")
 
 _STACK_FRAMES = 12
-_OWN_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 _THREADING_FILE = threading.__file__
 _MAX_RECORDED = 1000
 """A finding that repeats only raises the count of the first, so that this is a bound on different findings."""
@@ -111,7 +111,7 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
         if f"{os.sep}torch{os.sep}" in name:
             if not rows and innermost_torch is None:
                 innermost_torch = row
-        elif not name.startswith((_OWN_DIRECTORY, _THREADING_FILE, "<frozen")):
+        elif os.path.dirname(name) != _OWN_DIRECTORY and not name.startswith((_THREADING_FILE, "<frozen")):
             rows.append(row)
         frame = frame.f_back
     if innermost_torch is not None:
