@@ -8,7 +8,8 @@ compile_guard but the lines behind `--guard`; `compile-guard run repro/threaded_
     python repro/threaded_drafters.py --devices cuda:0,cuda:0,cuda:0 --guard   # all steps finish
 
 FlexAttention has no backward on the CPU. There the layers are trained with SDPA and compiled whole, and compiled
-flex_attention runs in an evaluation, forward only, between the steps.
+flex_attention runs in an evaluation, forward only, between the steps. With `--snapshots` each drafter is traced with
+torch.fx after every step, as for a decoder that wants a graph: since torch 2.13 that is what fails on the CPU.
 
 Exit status: 0 all steps finished with finite losses, 1 an error or a hang, with the stacks of all threads.
 """
@@ -67,8 +68,8 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x_BLE: torch.Tensor, mask: Any, attend: Attend) -> torch.Tensor:
-        qkv_BLE3 = self.qkv(self.norm_attention(x_BLE)).unflatten(-1, (3, NUM_HEADS, -1))
-        q_BHLD, k_BHLD, v_BHLD = (part.squeeze(2).transpose(1, 2) for part in qkv_BLE3.split(1, dim=2))
+        qkv_BL3HD = self.qkv(self.norm_attention(x_BLE)).unflatten(-1, (3, NUM_HEADS, -1))
+        q_BHLD, k_BHLD, v_BHLD = (qkv_BL3HD[:, :, part].transpose(1, 2) for part in range(3))
         y_BHLD = attend(q_BHLD, k_BHLD, v_BHLD, mask)
         x_BLE = x_BLE + self.out(y_BHLD.transpose(1, 2).flatten(2))
         fed: torch.Tensor = self.down(F.gelu(self.up(self.norm_feed(x_BLE))))
@@ -81,15 +82,25 @@ class Drafter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
-        self.positions = nn.Embedding(max(LENGTHS), WIDTH)
+        self.positions = nn.Parameter(torch.randn(max(LENGTHS), WIDTH))
         self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        places_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-        embedded: torch.Tensor = self.features(tokens_BL) + self.positions(places_L)
+        embedded: torch.Tensor = self.features(tokens_BL) + self.positions[: tokens_BL.shape[1]]
         return embedded
+
+    def logits(self, x_BLE: torch.Tensor) -> torch.Tensor:
+        logits_BLV: torch.Tensor = self.lm_head(self.norm(x_BLE))
+        return logits_BLV
+
+    def forward(self, tokens_BL: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The plain model, as a decoder calls it and as `snapshot` traces it."""
+        x_BLE = self.embed(tokens_BL)
+        for layer in self.layers:
+            x_BLE = layer(x_BLE, mask, sdpa)
+        return self.logits(x_BLE)
 
 
 def block_causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -183,8 +194,22 @@ def evaluate(drafter: Drafter, compiled: Compiled, masks: Masks, batch_BL: torch
     x_BLE = drafter.embed(tokens_BL)
     for layer in drafter.layers:
         x_BLE = layer(x_BLE, masks.block(tokens_BL.shape[1]), compiled.flex)
-    logits_NV = drafter.lm_head(drafter.norm(x_BLE)).flatten(0, 1)
-    return F.cross_entropy(logits_NV, labels_BL.flatten()).item()
+    return F.cross_entropy(drafter.logits(x_BLE).flatten(0, 1), labels_BL.flatten()).item()
+
+
+@torch.no_grad()
+def snapshot(drafter: Drafter, masks: Masks, batch_BL: torch.Tensor) -> torch.fx.GraphModule:
+    """The drafter as an FX graph, for a decoder; checked against the drafter itself.
+
+    Raises:
+        ValueError: the graph computes something else.
+    """
+    traced = torch.fx.symbolic_trace(drafter)
+    tokens_BL = batch_BL[:, :-1]
+    mask = masks.dense(tokens_BL.shape[1])
+    if not torch.allclose(traced(tokens_BL, mask), drafter(tokens_BL, mask), atol=1e-4):
+        raise ValueError(f"the snapshot computes something else than the drafter:\n{traced.code}")
+    return traced
 
 
 def next_batch(generator: torch.Generator, length: int) -> torch.Tensor:
@@ -219,6 +244,8 @@ def train(
         losses.append(loss.item())
         if device.type == "cpu":
             evaluations.append(evaluate(drafter, compiled, masks, next_batch(generator, LENGTHS[0])))
+        if options.snapshots:
+            snapshot(drafter, masks, batch_BL)
         say(f"drafter-{number} step {step + 1}/{options.steps} | length {length} | loss {losses[-1]:.4f}")
     return {"losses": losses, "evaluations": evaluations}
 
@@ -233,12 +260,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--guard", action="store_true", help="install compile_guard first")
     parser.add_argument("--devices", help="comma-separated, thread k takes the k-th, repeats allowed (cuda:0, or cpu)")
     parser.add_argument("--threads", type=int, help="drafters (as many as devices, at least 3)")
-    parser.add_argument("--steps", type=int, default=6, help="steps of each drafter (6)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each drafter (20)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (0)")
     parser.add_argument(
         "--reentrant", action=argparse.BooleanOptionalAction, default=False, help="mode of the checkpoints (no)"
     )
     parser.add_argument("--wrappers", choices=["singleton", "per-thread"], default="singleton")
+    parser.add_argument("--snapshots", action="store_true", help="trace the drafter with torch.fx after every step")
     parser.add_argument("--alone", type=int, metavar="K", help="train drafter K alone: its losses should be the same")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="seconds until it counts as hung (300)"
