@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_guard import tracing
 from compile_guard.activation_checkpoint import Block, Tape, thread_safe_checkpoint
-from compile_guard.entry import ENTRY_CODE, counted_entry, gate
+from compile_guard.entry import RETRYING_CODES, counted_entry, gate
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.patching import Patches
 from compile_guard.single_flight import DynamoFrame, SingleFlight
@@ -74,13 +74,17 @@ def trace_entered() -> Callable[[], None]:
     import torch
 
     prior: bool = torch._C._is_multithreading_enabled()
-    torch._C._set_multithreading_enabled(False)
 
     def leaving() -> None:
         torch._C._set_multithreading_enabled(prior)
         heal()
 
-    return leaving
+    try:
+        torch._C._set_multithreading_enabled(False)
+        return leaving
+    except BaseException:  # a KeyboardInterrupt: the lock is not taken, and nobody else would put this back
+        torch._C._set_multithreading_enabled(prior)
+        raise
 
 
 def _trace_lock(patches: Patches) -> None:
@@ -169,8 +173,18 @@ def _fx_flag(patches: Patches) -> None:
     from torch._higher_order_ops import utils as hop_utils
     from torch.fx import _symbolic_trace as fx
 
-    patches.swap_code(fx.is_fx_symbolic_tracing, tracing.fx_flag_of_this_thread(torch.compiler.is_compiling))
-    patches.swap_code(fx.is_fx_tracing, tracing.fx_flag_of_this_thread(None))
+    namespace = vars(fx)
+    tracing.mirrors_of_live.append(namespace)
+    namespace[tracing.LIVE] = tracing.num_live_traces() > 0
+
+    def restore() -> None:
+        tracing.mirrors_of_live.remove(namespace)
+        del namespace[tracing.LIVE]
+
+    patches.on_undo("FX's namespace", restore)
+    of_this_thread = tracing.fx_flag_of_this_thread
+    patches.swap_code(fx.is_fx_symbolic_tracing, of_this_thread(torch.compiler.is_compiling), when=tracing.LIVE)
+    patches.swap_code(fx.is_fx_tracing, of_this_thread(None), when=tracing.LIVE)
     generator = hop_utils._set_compilation_env.__wrapped__
     original: list[Any] = []
     suspended = tracing.suspended_trace(lambda *a, **k: original[0](*a, **k), heal)
@@ -205,10 +219,8 @@ def _compiling_flags(patches: Patches) -> None:
     import torch
 
     for function in (torch.compiler.is_compiling, torch.compiler.is_exporting):
-        original: list[Callable[[], bool]] = []
-        name = f"torch.compiler.{function.__name__}"
-        flag = tracing.flag_of_the_owner(lambda original=original: original[0](), name)
-        original.append(patches.swap_code(function, flag))
+        flag = tracing.flag_of_the_owner(f"torch.compiler.{function.__name__}")
+        patches.swap_code(function, flag, when=f"_{function.__name__}_flag")
 
 
 def _make_fx(patches: Patches) -> None:
@@ -379,11 +391,7 @@ class _CompileSeam:
             frame = frame.f_back
         if frame is None or not is_compiled_call(frame.f_code) or frame.f_back is None:
             return False
-        return frame.f_back.f_code in retrying_codes
-
-
-retrying_codes: set[CodeType] = {ENTRY_CODE}
-"""Code of functions of ours that catch `RetryCompiledCall` around torch's compiled-call wrapper."""
+        return frame.f_back.f_code in RETRYING_CODES
 
 
 def _has_pre_hooks(module: Any) -> bool:
@@ -423,7 +431,8 @@ def _compiled_entry(patches: Patches) -> None:
 
     optimize = eval_frame.OptimizeContext
     make = optimize.__call__
-    skip_code(ENTRY_CODE)
+    for code in RETRYING_CODES:
+        skip_code(code)
 
     def make_counted(self: Any, fn: Any) -> Any:
         made = make(self, fn)
@@ -450,8 +459,8 @@ def _reset_gate(patches: Patches) -> None:
     def gated_callback(callback: Any) -> Any:
         # Reached by compiled calls that have no entry of ours, while the gate is shut: they wait as if not yet inside.
         if not _nested_in_compiled_call(sys._getframe(1)):
-            while gate.closed and gate.wait([1]):
-                pass
+            while gate.is_closed_for_me():
+                gate.wait()
         return from_stance(callback)
 
     def quiet(original: list[Callable[[], None]]) -> Callable[[], None]:

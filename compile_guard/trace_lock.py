@@ -85,8 +85,9 @@ class TraceLock:
         """
         me = threading.get_ident()
         if self._owner == me:
-            # The core is held once, by the outermost acquisition: an interrupt cannot leave the two counts apart.
-            self._doing.append(what)
+            # The core is held once, by the outermost acquisition: an interrupt cannot leave the two counts apart. Nor may
+            # one leave a hold that nobody gives back, so that there is no call here, where a signal would be handled.
+            self._doing += (what,)
             return True
         try:
             if not self.core.acquire(blocking=False) and not self._wait(what, timeout):
@@ -110,7 +111,8 @@ class TraceLock:
             if leaving is not None:
                 leaving()
         finally:
-            self._doing.clear()
+            # No call before the release: an interrupt handled there would leave the core held for ever.
+            self._doing = []
             self._owner = None
             self.core.release()
 
