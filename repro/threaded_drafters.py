@@ -44,7 +44,7 @@ WIDTH = 128
 NUM_HEADS = 2
 NUM_LAYERS = 2
 BATCH = 2
-LENGTHS = (128, 192, 256)
+LENGTHS = (256, 320, 384)
 """A batch's length; the next step takes the next one."""
 DRAFT_BLOCK = 16
 """Tokens that are drafted together: they see one another, and the blocks before theirs."""
@@ -132,7 +132,7 @@ class Masks:
 
     def block(self, length: int) -> BlockMask:
         if length not in self._block:
-            self._block[length] = create_block_mask(block_causal, None, None, length, length, device=self.device.type)
+            self._block[length] = create_block_mask(block_causal, None, None, length, length, device=str(self.device))
         return self._block[length]
 
     def dense(self, length: int) -> torch.Tensor:

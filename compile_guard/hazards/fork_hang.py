@@ -11,7 +11,7 @@ from typing import Any
 from compile_guard.hazards._hazard import Affected, Hazard
 from compile_guard.hazards._threads import run_threads, wait
 
-CHILD_S = 10.0
+CHILD_S = 6.0
 """How long the forked child may take to compile one tiny function (it takes far less than a second)."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from compile_guard.hazards._hazard import Affected, Hazard
 from compile_guard.hazards._threads import run_threads, wait
@@ -19,7 +20,16 @@ def affected() -> Affected:
 def trigger() -> str | None:
     import torch
 
-    @torch.compile(backend="eager")
+    ran_compiled: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def compiled(*args: Any) -> Any:
+            ran_compiled.append(True)
+            return graph.forward(*args)
+
+        return compiled
+
+    @torch.compile(backend=backend)
     def innocent(x: torch.Tensor) -> torch.Tensor:
         return x.sin() + 1
 
@@ -33,22 +43,32 @@ def trigger() -> str | None:
         wait(called)
         return x.cos()
 
-    def call() -> str | None:
+    def call() -> list[str]:
+        said = []
         wait(tracing)
+        ran_compiled.clear()
         try:
             innocent(x)
         except RuntimeError as error:
             if "using FX to symbolically trace" not in str(error):
                 raise
-            return str(error)
+            said.append(f"raised RuntimeError: {error}")
+        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+            innocent(x)
+        if not ran_compiled:
+            said.append("with error_on_nested_fx_trace=False ran eager, silently")
+        return said
+
+    def call_and_tell() -> list[str]:
+        try:
+            return call()
         finally:
             called.set()
-        return None
 
-    error = run_threads(tracer=lambda: torch.fx.symbolic_trace(traced), caller=call)["caller"]
-    if error is None:
+    said = run_threads(tracer=lambda: torch.fx.symbolic_trace(traced), caller=call_and_tell)["caller"]
+    if not said:
         return None
-    return f"a thread that traces nothing called a warm compiled function and got RuntimeError: {error}"
+    return f"in a thread that traces nothing the call of a warm compiled function {'; '.join(said)}"
 
 
 def mirror() -> None:
