@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_guard import torch_seams
-from compile_guard.device_cache import CacheInfo, CompileOptions, DeviceCache, _cache_of, _calling, device_of
+from compile_guard.device_cache import CacheInfo, CompileOptions, cache_of, calling, dispatcher
 
 OptimizedModule: Any = torch_seams.optimized_module_class()
 
@@ -38,29 +38,27 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
 
 def _module_dispatcher(module: nn.Module, options: CompileOptions) -> Callable[..., Any]:
     forward = module.forward
-    own_forward = isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType)
-    # Dynamo does not look at frames of torch's own modules: those are inlined into a frame of ours, as torch does it.
-    direct: DeviceCache | None = None
-    if own_forward and not torch_seams.is_skipped_by_dynamo(forward):
-        direct = _cache_of(forward.__func__, options)
-    inlined = _cache_of(_calling(module), CompileOptions(options.torch_options, options.recompile_limit))
-    tensor = torch.Tensor
+    # With hooks, the whole call is compiled, hooks included. Dynamo does not look at frames of torch's own modules; those
+    # are inlined into a frame of ours as well, as torch does it.
+    whole_options = CompileOptions(options.torch_options, options.recompile_limit)
+    whole = dispatcher(cache_of(calling(module), whole_options), forward)
+    direct, function = whole, None
+    if isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType):
+        function = forward.__func__
+        if not torch_seams.is_skipped_by_dynamo(forward):
+            direct = dispatcher(cache_of(function, options), forward, (module,))
 
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else None
-        device = first.device if isinstance(first, tensor) else device_of((*args, module), kwargs)
-        if direct is not None and not torch_seams.has_hooks(module) and module.forward.__func__ is direct.function:
-            compiled = direct.by_device.get(device) or direct.compiled_for(device)
-            return compiled(module, *args, **kwargs)
-        compiled = inlined.by_device.get(device) or inlined.compiled_for(device)
-        return compiled(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch_seams.has_hooks(module) or getattr(module.forward, "__func__", None) is not function:
+            return whole(*args, **kwargs)
+        return direct(*args, **kwargs)
 
     def cache_info() -> dict[torch.device, CacheInfo]:
-        return {**inlined.info(), **(direct.info() if direct is not None else {})}
+        return {**whole.cache_info(), **direct.cache_info()}  # type: ignore[attr-defined]
 
-    for code in (dispatch.__code__, device_of.__code__, torch_seams.has_hooks.__code__):
+    for code in (call.__code__, torch_seams.has_hooks.__code__):
         torch_seams.skip_code(code)
-    dispatch._torchdynamo_inline = module.__call__  # type: ignore[attr-defined]
-    dispatch._torchdynamo_orig_callable = module.__call__  # type: ignore[attr-defined]
-    dispatch.cache_info = cache_info  # type: ignore[attr-defined]
-    return dispatch
+    call._torchdynamo_inline = module.__call__  # type: ignore[attr-defined]
+    call._torchdynamo_orig_callable = module.__call__  # type: ignore[attr-defined]
+    call.cache_info = cache_info  # type: ignore[attr-defined]
+    return call

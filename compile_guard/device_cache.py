@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from compile_guard import torch_seams
+from compile_guard.entry import counted_dispatch
 from compile_guard.findings import findings, mode_from_environment
 from compile_guard.install import install
 
@@ -76,8 +77,8 @@ class DeviceCache:
                 if self.options.recompile_limit is not None:
                     torch_seams.recompile_limits[clone.__code__] = self.options.recompile_limit
                 compiled = torch.compile(clone, **self.options.torch_options)
-                if not hasattr(compiled, "_compile_guard_inner"):
-                    compiled = torch_seams.with_entry(compiled)  # the guard was taken out meanwhile
+                # The dispatcher counts the call itself; torch's own wrapper is enough behind it.
+                compiled = getattr(compiled, "_compile_guard_inner", compiled)
                 self._codes[device] = clone.__code__
                 self.by_device[device] = compiled
             return compiled
@@ -119,7 +120,7 @@ def clone_function(function: types.FunctionType, suffix: str) -> types.FunctionT
     return clone
 
 
-def _cache_of(function: types.FunctionType, options: CompileOptions) -> DeviceCache:
+def cache_of(function: types.FunctionType, options: CompileOptions) -> DeviceCache:
     """The cache of a new wrapper: a new one, or with `shared=` that of all wrappers of the function with the same key."""
     if options.shared is None:
         return DeviceCache(function, options)
@@ -169,31 +170,14 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _dispatcher(cache: DeviceCache, like: Callable[..., Any], bound: tuple[Any, ...] = ()) -> Callable[..., Any]:
+def dispatcher(cache: DeviceCache, like: Callable[..., Any], bound: tuple[Any, ...] = ()) -> Callable[..., Any]:
     """The function that calls the clone of its arguments' device, with `bound` in front of them."""
     import torch
 
-    by_device, tensor = cache.by_device, torch.Tensor
-
-    if bound:
-
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
-            first = args[0] if args else None
-            device = first.device if isinstance(first, tensor) else device_of((*args, *bound), kwargs)
-            compiled = by_device.get(device) or cache.compiled_for(device)
-            return compiled(*bound, *args, **kwargs)
-
-    else:
-
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
-            first = args[0] if args else None
-            device = first.device if isinstance(first, tensor) else device_of(args, kwargs)
-            compiled = by_device.get(device) or cache.compiled_for(device)
-            return compiled(*args, **kwargs)
-
+    dispatch = counted_dispatch(cache.by_device, cache.compiled_for, device_of, torch.Tensor, bound)
     # A graph break may call us with Dynamo watching; and when it inlines us it shall see the function, not the dispatch.
-    for code in (dispatch.__code__, device_of.__code__, cache.compiled_for.__func__.__code__):  # type: ignore[attr-defined]
-        torch_seams.skip_code(code)
+    for function in (device_of, DeviceCache.compiled_for):
+        torch_seams.skip_code(function.__code__)
     functools.update_wrapper(dispatch, like)
     dispatch._torchdynamo_inline = like  # type: ignore[attr-defined]
     dispatch.cache_info = cache.info  # type: ignore[attr-defined]
@@ -265,7 +249,7 @@ def _compile_callable(model: Any, options: CompileOptions) -> Any:
         if isinstance(call, types.FunctionType):
             function, bound = call, (model,)
         else:
-            function, bound = _calling(model), ()
+            function, bound = calling(model), ()
     for test, kind in ((inspect.iscoroutinefunction, "coroutine"), (inspect.isasyncgenfunction, "asynchronous generator"),
                        (inspect.isgeneratorfunction, "generator")):
         if test(function):
@@ -274,12 +258,12 @@ def _compile_callable(model: Any, options: CompileOptions) -> Any:
                 "eager without a word. Compile the tensor work that it does as a function of its own."
             )
     if not isinstance(function, types.FunctionType):
-        function = _calling(function)
+        function = calling(function)
     like = model if isinstance(model, (types.FunctionType, types.MethodType)) else function
-    return _dispatcher(_cache_of(function, options), like, bound)
+    return dispatcher(cache_of(function, options), like, bound)
 
 
-def _calling(target: Callable[..., Any]) -> types.FunctionType:
+def calling(target: Callable[..., Any]) -> types.FunctionType:
     """A Python function that calls `target`, for callables without code of their own (built-in functions, C types)."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

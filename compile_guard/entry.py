@@ -1,4 +1,4 @@
-"""The way into a compiled function: who is inside, the gate that `reset` closes, and the retry that single-flight needs."""
+"""The way into a compiled function: calls are counted, stop at the gate that `reset` closes, and may be asked to begin again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ RESET_WAIT_S = 60.0
 """How long `reset` waits for compiled calls to end before it gives up."""
 
 _POLL_S = 0.01
-"""How often calls are counted that nobody announces: those of functions compiled before `install()`."""
+"""How often a waiting `reset` looks: a call that ends tells nobody, that would cost every warm call."""
+
+_STALE_LOOKS = 100
+"""Looks in a row that find no compiled call on any stack, after which a count that is not zero is known to be left over by
+an exception that arrived between two lines (KeyboardInterrupt)."""
 
 
 class RetryCompiledCall(BaseException):
@@ -27,104 +31,222 @@ class RetryCompiledCall(BaseException):
     """
 
 
-class _Inside(threading.local):
-    """How deep this thread is in compiled calls, as a list of one, which other threads may read."""
-
+class _Attempt(threading.local):
     def __init__(self) -> None:
-        self.depth = [0]
-        self.retried = False
-        _depths[threading.get_ident()] = self.depth
+        self.is_second = False
 
 
-_depths: dict[int, list[int]] = {}
-"""Depth by thread. A thread that has ended leaves a zero, and its ident is used again by a later one."""
-_inside = _Inside()
+_attempt = _Attempt()
+_running: list[None] = []
+"""One item for each compiled call that has begun and not ended, of any thread: `append` and `pop` are atomic and cheap."""
+_gate_closed = False
+
+
+class once_more:  # noqa: N801 - reads as a statement
+    """The second attempt of a call that was asked to retry. There is no third: what then misses is compiled."""
+
+    def __enter__(self) -> None:
+        _attempt.is_second = True
+
+    def __exit__(self, *exc: object) -> None:
+        _attempt.is_second = False
+
+
+def may_retry() -> bool:
+    """Whether the calling thread's compiled call may still be asked to begin again."""
+    return not _attempt.is_second
+
+
+def counted_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled callable that is counted while it runs, stops at the gate, and may be asked to begin again.
+
+    This is on the warm path of every compiled call: no lock, nothing thread-local, one frame.
+    """
+    begin, end = _running.append, _running.pop
+
+    @functools.wraps(compiled)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        begin(None)
+        try:
+            if _gate_closed:
+                gate.pass_through(sys._getframe(1))
+            return compiled(*args, **kwargs)
+        except RetryCompiledCall:
+            with once_more():
+                return compiled(*args, **kwargs)
+        finally:
+            end()
+
+    entry._compile_guard_inner = compiled  # type: ignore[attr-defined]
+    return entry
+
+
+def counted_dispatch(
+    choose: dict[Any, Callable[..., Any]],
+    make: Callable[[Any], Callable[..., Any]],
+    device_of: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    tensor: type,
+    bound: tuple[Any, ...],
+) -> Callable[..., Any]:
+    """`counted_entry` for a function that is compiled for each device: in one frame, since a second costs 0.1 µs.
+
+    Args:
+        choose: the compiled function of each device.
+        make: makes that of a new device.
+        device_of: finds the device where the first argument is no tensor.
+        tensor: `torch.Tensor`.
+        bound: arguments put in front of those of the call.
+    """
+    begin, end = _running.append, _running.pop
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else None
+        device = first.device if isinstance(first, tensor) else device_of(args + bound, kwargs)
+        compiled = choose.get(device) or make(device)
+        begin(None)
+        try:
+            if _gate_closed:
+                gate.pass_through(sys._getframe(1))
+            return compiled(*bound, *args, **kwargs)
+        except RetryCompiledCall:
+            with once_more():
+                return compiled(*bound, *args, **kwargs)
+        finally:
+            end()
+
+    return dispatch
+
+
+RETRYING_CODES: frozenset[CodeType] = frozenset(
+    (
+        counted_entry(lambda: None).__code__,
+        counted_dispatch({}, lambda device: device, lambda args, kwargs: None, object, ()).__code__,
+    )
+)
+"""Code of the functions that catch `RetryCompiledCall`: it may be raised only in a call that came through one of them, and
+Dynamo must leave their frames alone."""
+
+
+def _holds(frame: FrameType | None, codes: Callable[[CodeType], bool]) -> bool:
+    """Whether a stack has a frame of such code on it."""
+    while frame is not None:
+        if codes(frame.f_code):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Gate:
     """Open always, but for the moment in which somebody changes the caches that compiled calls walk."""
 
     def __init__(self) -> None:
-        self.closed = False
         self._closer: int | None = None
+        self._closing = threading.Lock()
         self._opened = threading.Condition(threading.Lock())
         self._parked: set[int] = set()
 
-    def wait(self, depth: list[int]) -> bool:
-        """Wait, counted as outside, until the gate is open; False for the thread that closed it, which passes."""
+    def pass_through(self, caller: FrameType | None) -> None:
+        """Wait, counted as outside, while the gate is closed; calls nested in another compiled call, and those of the
+        thread that closed it, pass."""
+        if threading.get_ident() == self._closer or _holds(caller, RETRYING_CODES.__contains__):
+            return
+        while _gate_closed:
+            _running.pop()
+            try:
+                self.wait()
+            finally:
+                _running.append(None)
+
+    def wait(self) -> None:
+        """Wait until the gate is open."""
         me = threading.get_ident()
-        if me == self._closer:
-            return False
         self._parked.add(me)
-        depth[0] = 0
         try:
             with self._opened:
                 waits.wait_for(self._is_open, "the reset in another thread", self._holders)
         finally:
-            # Inside first, parked no longer second: between the two lines a closer must not miss this thread.
-            depth[0] = 1
             self._parked.discard(me)
-        return True
+
+    def is_closed_for_me(self) -> bool:
+        """Whether the calling thread has to wait before a compiled call."""
+        return _gate_closed and threading.get_ident() != self._closer
 
     def _is_open(self, span: float) -> bool:
-        return self._opened.wait_for(lambda: not self.closed, span)
+        return self._opened.wait_for(lambda: not _gate_closed, span)
 
     def _holders(self) -> frozenset[int]:
-        return frozenset() if self._closer is None else frozenset((self._closer,))
+        closer = self._closer
+        return frozenset() if closer is None else frozenset((closer,))
 
     @contextmanager
-    def shut(self, is_entry: Callable[[CodeType], bool], timeout: float = RESET_WAIT_S) -> Iterator[None]:
+    def shut(self, is_compiled_call: Callable[[CodeType], bool], timeout: float = RESET_WAIT_S) -> Iterator[None]:
         """Close the gate, wait until no thread is inside a compiled call, and open it again after the block.
 
         Calls that are inside go on, and so do those nested in them. The trace lock must not be held: a call that is
         inside may have to compile before it can end.
 
         Args:
-            is_entry: tells the code of torch's own compiled-call wrapper, for calls that were not counted.
+            is_compiled_call: tells the code of torch's own compiled-call wrapper, for calls that were not counted.
             timeout: seconds to wait.
 
         Raises:
             GuardError: called from inside a compiled call, or calls did not end in time. The gate is open again.
         """
+        global _gate_closed
         me = threading.get_ident()
         if me == self._closer:
             yield
             return
-        if _inside.depth[0] or _holds(sys._getframe(), is_entry):
+        if _holds(sys._getframe(), is_compiled_call):
             raise GuardError(
                 "reset was called from inside a compiled call, whose own cache it would free. Call it between steps, "
                 "from code that no compiled function calls."
             )
-        _closing.acquire()
+        if not self._closing.acquire(blocking=False):
+            waits.wait_for(
+                lambda span: self._closing.acquire(timeout=span), "the reset in another thread", self._holders
+            )
         self._closer = me
-        self.closed = True
+        _gate_closed = True
         try:
-            self._drain(me, is_entry, timeout)
+            self._drain(me, is_compiled_call, timeout)
             yield
         finally:
+            _gate_closed = False
             self._closer = None
-            self.closed = False
-            _closing.release()
+            self._closing.release()
             with self._opened:
                 self._opened.notify_all()
 
-    def _drain(self, me: int, is_entry: Callable[[CodeType], bool], timeout: float) -> None:
-        def threads_inside() -> frozenset[int]:
-            counted = {ident for ident, depth in list(_depths.items()) if depth[0] > 0}
-            frames = sys._current_frames()
-            walked = {ident for ident, frame in frames.items() if _holds(frame, is_entry)}
-            # A parked thread stands in front of the gate; a thread that has ended can leave nothing inside.
-            return frozenset(((counted & frames.keys()) | walked) - self._parked - {me})
+    def _drain(self, me: int, is_compiled_call: Callable[[CodeType], bool], timeout: float) -> None:
+        looks_without_a_call = 0
 
-        if not (inside := threads_inside()):
+        def on_a_stack() -> frozenset[int]:
+            frames = sys._current_frames()
+            return frozenset(
+                ident
+                for ident, frame in frames.items()
+                if ident != me and ident not in self._parked and _holds(frame, is_compiled_call)
+            )
+
+        def all_ended() -> bool:
+            nonlocal looks_without_a_call
+            seen = on_a_stack()
+            looks_without_a_call = 0 if seen else looks_without_a_call + 1
+            if looks_without_a_call > _STALE_LOOKS:
+                _running.clear()
+            return not _running and not seen
+
+        if all_ended():
             return
+        inside = on_a_stack()
         findings.report(
             Finding(
                 code="reset-under-load",
                 subject="torch._dynamo.reset",
                 title="reset was called while compiled functions run in other threads",
                 now=this_thread("calls reset"),
-                other=other_thread(min(inside), "is inside a compiled call"),
+                other=other_thread(min(inside, default=None), "is inside a compiled call"),
                 shared="the caches of every code object, which torch frees without asking who walks them (pytorch#195355)",
                 consequence="a segmentation fault or heap corruption",
                 fix="keep compile_guard.install(), or stop the threads before a reset",
@@ -133,77 +255,19 @@ class Gate:
         )
         nobody_announces_it = threading.Event()
 
-        def all_left(span: float) -> bool:
-            if threads_inside():
-                nobody_announces_it.wait(span)
-            return not threads_inside()
+        def wait_and_look(span: float) -> bool:
+            nobody_announces_it.wait(span)
+            return all_ended()
 
         if not waits.wait_for(
-            all_left,
-            "compiled calls to end",
-            threads_inside,
-            timeout=timeout,
-            slice_s=_POLL_S,
+            wait_and_look, "compiled calls to end", on_a_stack, timeout=timeout, slice_s=_POLL_S
         ):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
-            stuck = ", ".join(names.get(ident, str(ident)) for ident in sorted(threads_inside()))
+            stuck = ", ".join(names.get(ident, str(ident)) for ident in sorted(on_a_stack()))
             raise GuardError(
                 f"reset gave up after {timeout:.0f} s: compiled calls are still running in {stuck}. Nothing was reset. "
                 "Call it when those threads are between steps."
             )
 
 
-_closing = threading.Lock()
 gate = Gate()
-
-
-def _holds(frame: FrameType | None, is_entry: Callable[[CodeType], bool]) -> bool:
-    """Whether a stack has a compiled call on it."""
-    while frame is not None:
-        if is_entry(frame.f_code):
-            return True
-        frame = frame.f_back
-    return False
-
-
-class once_more:  # noqa: N801 - reads as a statement
-    """The second attempt of a call that was asked to retry. There is no third: what then misses is compiled."""
-
-    def __enter__(self) -> None:
-        _inside.retried = True
-
-    def __exit__(self, *exc: object) -> None:
-        _inside.retried = False
-
-
-def may_retry() -> bool:
-    """Whether the calling thread's compiled call may still be asked to begin again."""
-    return _inside.depth[0] > 0 and not _inside.retried
-
-
-def counted_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled callable that is counted while it runs, stops at the gate, and may be asked to begin again.
-
-    This is on the warm path of every compiled call: no lock, no allocation beyond the arguments.
-    """
-
-    @functools.wraps(compiled)
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        depth = _inside.depth
-        depth[0] += 1
-        try:
-            while gate.closed and depth[0] == 1 and gate.wait(depth):
-                pass
-            return compiled(*args, **kwargs)
-        except RetryCompiledCall:
-            with once_more():
-                return compiled(*args, **kwargs)
-        finally:
-            depth[0] -= 1
-
-    entry._compile_guard_inner = compiled  # type: ignore[attr-defined]
-    return entry
-
-
-ENTRY_CODE = counted_entry(lambda: None).__code__
-"""Code of every counted entry. Dynamo must leave it alone, and a retry may only be asked of a call that came through it."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
 
 _MISSING = object()
+_swap_numbers = itertools.count()
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -39,12 +41,18 @@ class Patches:
         self._undo.append((f"{getattr(owner, '__name__', owner)}.{name}", undo))
         return resolved
 
-    def swap_code(self, function: types.FunctionType, replacement: Callable[..., Any]) -> types.FunctionType:
+    def swap_code(
+        self, function: types.FunctionType, replacement: Callable[..., Any], *, when: str | None = None
+    ) -> types.FunctionType:
         """Make every holder of `function` run `replacement`; returns a function that does what `function` did.
 
         An assignment to a module's attribute misses callers that took the function object earlier (`compile_wrapper`
         keeps `is_fx_symbolic_tracing` from the moment it was made). File, line and name stay: `inspect.getsource` and
         TorchScript read a function's source through its code object.
+
+        Args:
+            when: a global of the function's module; while it is false, the function returns it and calls nothing, so that
+                what stands on a hot path costs no second frame.
 
         Raises:
             ValueError: the function closes over variables; its code cannot be exchanged.
@@ -57,8 +65,9 @@ class Patches:
         )
         original.__kwdefaults__ = function.__kwdefaults__
         parameters = "*args, **kwargs" if function.__code__.co_argcount or original_code.co_flags & _VARIADIC else ""
-        key = f"__compile_guard_{function.__name__}"
-        source = f"def {function.__name__}({parameters}):\n    return {key}({parameters})\n"
+        key = f"__compile_guard_{function.__name__}_{next(_swap_numbers)}"
+        call = f"{key}({parameters})"
+        source = f"def {function.__name__}({parameters}):\n    return {call if when is None else f'{when} and {call}'}\n"
         module_code = compile(source, original_code.co_filename, "exec", dont_inherit=True)
         code = next(const for const in module_code.co_consts if isinstance(const, types.CodeType))
         code = code.replace(co_firstlineno=original_code.co_firstlineno)

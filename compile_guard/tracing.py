@@ -32,6 +32,17 @@ _here = _Here()
 _num_live = 0
 """Live FX traces of all threads. Written under the trace lock only; read without."""
 
+LIVE = "__compile_guard_live"
+mirrors_of_live: list[dict[str, Any]] = []
+"""Namespaces in which `LIVE` says whether any trace is alive: read on the warm path of every compiled call."""
+
+
+def _count(change: int) -> None:
+    global _num_live
+    _num_live += change
+    for namespace in mirrors_of_live:
+        namespace[LIVE] = _num_live > 0
+
 
 def tracing_here() -> bool:
     """Whether the calling thread is inside an FX trace (and no higher-order op has suspended it)."""
@@ -62,11 +73,10 @@ def owned_fx_trace(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def trace(*args: Any, **kwargs: Any) -> Any:
-        global _num_live
         with TRACE_LOCK.hold("fx.Tracer.trace"):
             traces = _here.traces
             traces.append(True)
-            _num_live += 1
+            _count(+1)
             try:
                 return original(*args, **kwargs)
             except RuntimeError as error:
@@ -74,7 +84,7 @@ def owned_fx_trace(original: Callable[..., Any]) -> Callable[..., Any]:
                     _explain_nested_trace(error)
                 raise
             finally:
-                _num_live -= 1
+                _count(-1)
                 traces.pop()
 
     return trace
@@ -107,12 +117,10 @@ def _explain_nested_trace(error: RuntimeError) -> None:
 def fx_flag_of_this_thread(is_compiling: Callable[[], bool] | None) -> Callable[[], bool]:
     """`is_fx_tracing` (or, given `is_compiling`, `is_fx_symbolic_tracing`) that speaks of the calling thread.
 
-    Stands on the warm path of every compiled call: one global read where nobody traces.
+    Called only while a trace is alive: see `LIVE`.
     """
 
     def flag() -> bool:
-        if not _num_live:
-            return False
         traces = _here.traces
         if traces:
             return traces[-1] and not (is_compiling is not None and is_compiling())
@@ -155,12 +163,10 @@ def suspended_trace(original: Callable[..., Generator[Any, Any, Any]], heal: Cal
     return suspended
 
 
-def flag_of_the_owner(original: Callable[[], bool], name: str) -> Callable[[], bool]:
-    """A process-wide `is compiling` flag, read as False by every thread that does not hold the trace lock."""
+def flag_of_the_owner(name: str) -> Callable[[], bool]:
+    """A process-wide `is compiling` flag that is set, read as False by every thread that does not hold the trace lock."""
 
     def flag() -> bool:
-        if not original():
-            return False
         if TRACE_LOCK.owned():
             return True
         findings.report(
