@@ -80,6 +80,7 @@ def mirror() -> None:
 
     x = torch.ones(4)
     for _ in range(5):
+        step(x)  # in one thread: cold calls of two at once would be hazard B3
         run_threads(first=lambda: step(x), second=lambda: step(x))
         torch._dynamo.reset()
 
