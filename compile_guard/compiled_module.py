@@ -31,7 +31,7 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
 
     def cache_info(self) -> dict[torch.device, CacheInfo]:
         """The state of each device's cache."""
-        dispatch = getattr(self, "_forward", self.forward) if hasattr(self._orig_mod, "_initialize_hook") else self.forward
+        dispatch = vars(self).get("_forward", self.forward)  # `_forward`: that of a lazy module
         info: dict[torch.device, CacheInfo] = dispatch.cache_info()
         return info
 

@@ -124,7 +124,9 @@ def cache_of(function: types.FunctionType, options: CompileOptions) -> DeviceCac
     """The cache of a new wrapper: a new one, or with `shared=` that of all wrappers of the function with the same key."""
     if options.shared is None:
         return DeviceCache(function, options)
-    key = (options.shared, function.__code__)
+    # Functions made by one `def` differ in what they close over and in their defaults: those must not meet in one clone.
+    own = (*(function.__closure__ or ()), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    key = (options.shared, function.__code__, id(function.__globals__), tuple(map(id, own)))
     with _shared_lock:
         cache = _shared.setdefault(key, DeviceCache(function, options))
     if cache.options != options:
@@ -143,16 +145,16 @@ def device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
 
     modules: list[torch.nn.Module] = []
     pending: list[Any] = [*kwargs.values()][::-1] + list(args)[::-1]
+    searched: set[int] = set()  # a list may contain itself
     while pending:
         value = pending.pop()
         if isinstance(value, torch.Tensor):
             return value.device
         if isinstance(value, torch.nn.Module):
             modules.append(value)
-        elif isinstance(value, dict):
-            pending.extend(list(value.values())[::-1])
-        elif isinstance(value, (list, tuple)):
-            pending.extend(value[::-1])
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in searched:
+            searched.add(id(value))
+            pending.extend(list(value.values() if isinstance(value, dict) else value)[::-1])
     for module in modules:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             return tensor.device

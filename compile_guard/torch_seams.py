@@ -548,6 +548,25 @@ def optimized_module_class() -> type[torch.nn.Module]:
     return OptimizedModule
 
 
+def _inlined_modules(patches: Patches) -> None:
+    """Inline what `compile_guard.compile(module)` gave into an outer compiled function, as torch does with its own class."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    wrap_module = VariableBuilder.wrap_module
+
+    def wrap_module_inside(self: Any, value: Any) -> Any:
+        ours = sys.modules.get("compile_guard.compiled_module")  # absent until the first module is compiled
+        if ours is None or type(value) is not ours.CompiledModule:
+            return wrap_module(self, value)
+        self.install_guards(GuardBuilder.TYPE_MATCH)
+        self.source = AttrSource(self.source, "_orig_mod")
+        return wrap_module(self, value._orig_mod)
+
+    patches.set_attribute(VariableBuilder, "wrap_module", wrap_module_inside)
+
+
 # ----------------------------------------------------------------------------------------- checkpoint and configuration
 
 
@@ -780,6 +799,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam("lazy_backward", "a lazy backward compile holds the trace lock from its first step", _lazy_backward),
     Seam("single_flight", "one compile where several threads miss the same cache", _single_flight),
     Seam("compiled_entry", "compiled calls are counted, and may be asked to begin again", _compiled_entry),
+    Seam("inlined_modules", "modules from `compile_guard.compile` are inlined into outer compiled code", _inlined_modules),
     Seam("reset_gate", "reset waits until no compiled call runs", _reset_gate),
     Seam("checkpoint", "a recompute draws what its forward drew, in its forward's configuration", _checkpoint),
     Seam("modes_lifted", "compiled functions inside checkpointed blocks stay compiled", _modes_lifted, guards_fail_under_modes),

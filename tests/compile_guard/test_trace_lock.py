@@ -341,9 +341,8 @@ def test_interrupt_after_any_call_in_a_hold_inside_a_hold_is_undone_by_the_outer
     codes = {TraceLock.acquire.__code__, TraceLock._let_go.__code__, TraceLock.owned.__code__}
 
     def nested() -> None:
-        with lock.hold("outer"):
-            with lock.hold("inner"):
-                pass
+        with lock.hold("outer"), lock.hold("inner"):
+            pass
 
     number = 0
     hit = True
