@@ -135,7 +135,11 @@ def cold(rounds: int) -> dict[str, Any]:
         for num_threads in COLD_THREADS:
             for side in ("bare", "guard"):
                 done = subprocess.run(
-                    [sys.executable, "-c", COLD, str(num_threads), side], capture_output=True, text=True, check=True, timeout=600
+                    [sys.executable, "-c", COLD, str(num_threads), side],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                    timeout=600,
                 )
                 seconds, compiles = done.stdout.split("RESULT", 1)[1].split()
                 samples.setdefault((num_threads, side), []).append((float(seconds), int(compiles)))

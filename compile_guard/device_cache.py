@@ -87,10 +87,7 @@ class DeviceCache:
         """The state of each device's cache."""
         limit = self.options.recompile_limit
         limit = torch_seams.recompile_limit() if limit is None else limit
-        return {
-            device: CacheInfo(torch_seams.entries(code), limit, code.co_name)
-            for device, code in list(self._codes.items())
-        }
+        return {device: CacheInfo(torch_seams.entries(code), limit, code.co_name) for device, code in list(self._codes.items())}
 
     def retire(self, device: torch.device | None) -> None:
         """Forget a device's clone, or every one. A call that is inside one keeps it alive until it ends."""
@@ -109,7 +106,11 @@ def clone_function(function: types.FunctionType, suffix: str) -> types.FunctionT
     code = function.__code__
     own_name = f"{code.co_name}_{suffix}_{next(_clone_numbers)}"
     clone = types.FunctionType(
-        code.replace(co_name=own_name), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        code.replace(co_name=own_name),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     clone.__kwdefaults__ = function.__kwdefaults__
     clone.__dict__.update(function.__dict__)
@@ -193,9 +194,7 @@ def compile(
     model: None = None, *, shared: Hashable | None = ..., recompile_limit: int | None = ..., **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 @overload
-def compile(
-    model: _C, *, shared: Hashable | None = ..., recompile_limit: int | None = ..., **options: Any
-) -> _C: ...
+def compile(model: _C, *, shared: Hashable | None = ..., recompile_limit: int | None = ..., **options: Any) -> _C: ...
 def compile(model: Any = None, *, shared: Hashable | None = None, recompile_limit: int | None = None, **options: Any) -> Any:
     """`torch.compile` for threads: a drop-in for functions, methods, modules and callable objects, and a decorator.
 
@@ -238,10 +237,12 @@ def _compile_callable(model: Any, options: CompileOptions) -> Any:
         raise TypeError(f"compile() takes a function, a method, a module or a callable object, got {what}")
     if isinstance(model, functools.partial):
         inner = _compile_callable(model.func, options)
-        made = functools.partial(inner, *model.args, **model.keywords)
-        made.cache_info = inner.cache_info  # type: ignore[attr-defined]
-        return made
+        bound_call: Any = functools.partial(inner, *model.args, **model.keywords)
+        bound_call.cache_info = inner.cache_info
+        return bound_call
     model = getattr(model, "_torchdynamo_orig_callable", model)  # compiled already: its own options end here
+    function: Any
+    bound: tuple[Any, ...]
     if isinstance(model, types.MethodType):
         function, bound = model.__func__, (model.__self__,)
     elif isinstance(model, types.FunctionType):
@@ -252,8 +253,11 @@ def _compile_callable(model: Any, options: CompileOptions) -> Any:
             function, bound = call, (model,)
         else:
             function, bound = calling(model), ()
-    for test, kind in ((inspect.iscoroutinefunction, "coroutine"), (inspect.isasyncgenfunction, "asynchronous generator"),
-                       (inspect.isgeneratorfunction, "generator")):
+    for test, kind in (
+        (inspect.iscoroutinefunction, "coroutine"),
+        (inspect.isasyncgenfunction, "asynchronous generator"),
+        (inspect.isgeneratorfunction, "generator"),
+    ):
         if test(function):
             raise TypeError(
                 f"{function.__qualname__} is a {kind} function: Dynamo compiles calls that run to their end, and would run it "
@@ -262,7 +266,9 @@ def _compile_callable(model: Any, options: CompileOptions) -> Any:
     if not isinstance(function, types.FunctionType):
         function = calling(function)
     like = model if isinstance(model, (types.FunctionType, types.MethodType)) else function
-    return dispatcher(cache_of(function, options), like, bound)
+    made: Any = dispatcher(cache_of(function, options), like, bound)
+    made._torchdynamo_orig_callable = model
+    return made
 
 
 def calling(target: Callable[..., Any]) -> types.FunctionType:
@@ -273,7 +279,8 @@ def calling(target: Callable[..., Any]) -> types.FunctionType:
 
     name = getattr(target, "__name__", type(target).__name__)
     call.__name__, call.__qualname__ = name, name
-    return call
+    made: Any = call
+    return made  # type: ignore[no-any-return]
 
 
 def reset(device: torch.device | str | int | None = None) -> None:

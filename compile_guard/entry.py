@@ -1,4 +1,4 @@
-"""The way into a compiled function: calls are counted, stop at the gate that `reset` closes, and may be asked to begin again."""
+"""The way into a compiled function: calls are counted, stop at the gate that `reset` closes, may be asked to begin again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _running: list[None] = []
 _gate_closed = False
 
 
-class once_more:  # noqa: N801 - reads as a statement
+class once_more:
     """The second attempt of a call that was asked to retry. There is no third: what then misses is compiled."""
 
     def __enter__(self) -> None:
@@ -85,7 +85,7 @@ def counted_dispatch(
     choose: dict[Any, Callable[..., Any]],
     make: Callable[[Any], Callable[..., Any]],
     device_of: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-    tensor: type,
+    tensor: type[Any],
     bound: tuple[Any, ...],
 ) -> Callable[..., Any]:
     """`counted_entry` for a function that is compiled for each device: in one frame, since a second costs 0.1 µs.
@@ -203,9 +203,7 @@ class Gate:
                 "from code that no compiled function calls."
             )
         if not self._closing.acquire(blocking=False):
-            waits.wait_for(
-                lambda span: self._closing.acquire(timeout=span), "the reset in another thread", self._holders
-            )
+            waits.wait_for(lambda span: self._closing.acquire(timeout=span), "the reset in another thread", self._holders)
         self._closer = me
         _gate_closed = True
         try:
@@ -259,9 +257,7 @@ class Gate:
             nobody_announces_it.wait(span)
             return all_ended()
 
-        if not waits.wait_for(
-            wait_and_look, "compiled calls to end", on_a_stack, timeout=timeout, slice_s=_POLL_S
-        ):
+        if not waits.wait_for(wait_and_look, "compiled calls to end", on_a_stack, timeout=timeout, slice_s=_POLL_S):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             stuck = ", ".join(names.get(ident, str(ident)) for ident in sorted(on_a_stack()))
             raise GuardError(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal, cast
+from typing import Literal
 
 Mode = Literal["off", "record", "warn", "raise"]
 MODES: tuple[Mode, ...] = ("off", "record", "warn", "raise")
@@ -97,7 +97,9 @@ class Finding:
         lines.append(f"  Shared: {self.shared}")
         lines.append(f"  {'Without the guard: ' if self.prevented else 'Leads to: '}{self.consequence}")
         lines.append(f"  Fix: {self.fix}")
-        lines.append(f"  Off: COMPILE_GUARD=off    Suppress: add `{self.key}` to the file that COMPILE_GUARD_SUPPRESSIONS names")
+        lines.append(
+            f"  Off: COMPILE_GUARD=off    Suppress: add `{self.key}` to the file that COMPILE_GUARD_SUPPRESSIONS names"
+        )
         return "\n".join(lines)
 
 
@@ -220,7 +222,7 @@ def check_mode(value: str, where: str) -> Mode:
     """
     if value not in MODES:
         raise ValueError(f"{where} must be one of {', '.join(MODES)}, got {value!r}")
-    return cast("Mode", value)
+    return next(mode for mode in MODES if mode == value)
 
 
 def mode_from_environment(default: Mode) -> Mode:

@@ -48,7 +48,7 @@ def _before() -> None:
                 shared="torch's compile lock, which the child inherits locked, with no thread that could release it",
                 consequence="the first compile in the child hangs for ever"
                 if _held[me]
-                else f"the compile did not end within {FORK_WAIT_S:.0f} s: the child has the lock free, and torch's state half-way",
+                else f"the compile did not end in {FORK_WAIT_S:.0f} s: the child has the lock free, and torch's state half-way",
                 fix="fork before the threads start, or use the spawn start method",
                 prevented=_held[me],
             )

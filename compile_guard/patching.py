@@ -41,9 +41,7 @@ class Patches:
         self._undo.append((f"{getattr(owner, '__name__', owner)}.{name}", undo))
         return resolved
 
-    def swap_code(
-        self, function: types.FunctionType, replacement: Callable[..., Any], *, when: str | None = None
-    ) -> types.FunctionType:
+    def swap_code(self, function: Any, replacement: Callable[..., Any], *, when: str | None = None) -> types.FunctionType:
         """Make every holder of `function` run `replacement`; returns a function that does what `function` did.
 
         An assignment to a module's attribute misses callers that took the function object earlier (`compile_wrapper`
@@ -98,4 +96,3 @@ class Patches:
         left = [name for name, undo in reversed(self._undo) if not undo()]
         self._undo.clear()
         return left
-

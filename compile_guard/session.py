@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class exclusive(ContextDecorator):  # noqa: N801 - a context manager, named as it reads
+class exclusive(ContextDecorator):
     """Hold the trace lock: no other thread compiles or traces meanwhile. Around a tracer of one's own, or as its decorator.
 
     While it is held, a `backward()` of this thread runs on this thread.
@@ -51,7 +51,7 @@ def guarded(compiled: Any) -> Any:
     if isinstance(compiled, torch_seams.optimized_module_class()):
         forward = getattr(compiled, "forward", None)
         if forward is not None and torch_seams.is_compiled_call(getattr(forward, "__code__", guarded.__code__)):
-            compiled.forward = torch_seams.with_entry(forward)  # type: ignore[method-assign]
+            compiled.forward = torch_seams.with_entry(forward)
         return compiled
     if hasattr(compiled, "_compile_guard_inner") or hasattr(compiled, "_compile_guard_cache"):
         return compiled
@@ -110,7 +110,7 @@ def _leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return leaves
 
 
-class sealed:  # noqa: N801 - a context manager, named as it reads
+class sealed:
     """From now on a compile is a finding: call it when the warm-up is over. As a context manager it ends with the block."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def _report_compile(what: str) -> None:
             now=this_thread(f"compiles {what}"),
             shared="the compile lock: every other thread that must compile waits, and all share the GIL with it",
             consequence="a pause in the middle of the run, one more cache entry, and eager runs once the limit is reached",
-            fix="warm up with the shapes that occur, or mark the size dynamic; TORCH_LOGS=recompiles names the guard that failed",
+            fix="warm up with the shapes that occur, or mark the size dynamic; TORCH_LOGS=recompiles says which guard failed",
             prevented=False,
         )
     )

@@ -57,12 +57,75 @@ def prepare() -> None:
     import torch.fx.experimental.proxy_tensor
     import torch.utils.checkpoint  # noqa: F401
 
+    skip_own_frames()
+
 
 def skip_code(code: CodeType) -> None:
     """Tell Dynamo never to look at frames of `code`: it would compile them, and so wait for the lock on a warm call."""
     from torch._dynamo.eval_frame import skip_code as torch_skip_code
 
     torch_skip_code(code)
+
+
+_CALLING_ON = frozenset(
+    [
+        "__call__",
+        "_recompute",
+        "_run",
+        "call",
+        "checkpoint",
+        "convert",
+        "dispatch",
+        "entry",
+        "get_or_compile",
+        "gated_callback",
+        "locked",
+        "maybe_set_eval_frame",
+        "owner_only",
+        "_backward_impl",
+        "reset",
+        "suspended",
+        "trace",
+    ]
+)
+"""Functions of ours that run the program's own code, which Dynamo shall see, or that set what Dynamo calls back."""
+
+
+def skip_own_frames() -> None:
+    """Tell Dynamo never to look at frames of this package, nor at what those call, but for `_CALLING_ON`.
+
+    A report made inside a compiled call would otherwise be compiled: it waits for the lock on a warm call.
+    """
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    alone = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
+    with_callees = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+
+    def skip(code: CodeType) -> None:
+        set_code_exec_strategy(code, alone if code.co_name in _CALLING_ON else with_callees)
+        for const in code.co_consts:
+            if isinstance(const, CodeType):
+                skip(const)
+
+    for name in (
+        "activation_checkpoint",
+        "entry",
+        "findings",
+        "single_flight",
+        "torch_seams",
+        "trace_lock",
+        "tracing",
+        "waits",
+    ):
+        module = sys.modules[f"compile_guard.{name}"]
+        own = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
+        for each in own:
+            for member in vars(each).values() if isinstance(each, type) else (each,):
+                for function in (member, getattr(member, "fget", None), getattr(member, "__func__", None)):
+                    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+                    if isinstance(code, CodeType) and code.co_filename == module.__file__:
+                        skip(code)
 
 
 def trace_entered() -> Callable[[], None]:
@@ -91,7 +154,7 @@ def _trace_lock(patches: Patches) -> None:
     from torch._dynamo import convert_frame
 
     original = convert_frame.compile_lock
-    TRACE_LOCK.core = original  # type: ignore[assignment]
+    TRACE_LOCK.core = original
     TRACE_LOCK.entered = trace_entered
     TRACE_LOCK.on_contention = tracing.report_contention
     patches.set_attribute(convert_frame, "compile_lock", TRACE_LOCK)
@@ -157,12 +220,12 @@ def _fx_tracer(patches: Patches) -> None:
     import torch.fx
 
     trace = tracing.owned_fx_trace(torch.fx.Tracer.trace)
-    skip_code(trace.__code__)  # type: ignore[attr-defined]
+    skip_code(trace.__code__)
     patches.set_attribute(torch.fx.Tracer, "trace", trace)
 
 
 def fx_flag_is_global() -> bool:
-    """Whether FX's tracing flag is one for the process (2.9–2.13); a thread-local since 2.14 (pytorch#168999)."""
+    """Whether FX's tracing flag is one for the process (2.9 to 2.13); a thread-local since 2.14 (pytorch#168999)."""
     from torch.fx import _symbolic_trace as fx
 
     return hasattr(fx, "_is_fx_tracing_flag")
@@ -210,7 +273,7 @@ def _module_patches(patches: Patches) -> None:
         shim = new_fn if stood_there is None else tracing.owner_only.shim(new_fn, stood_there, name)
         patch(self, frame_dict, name, shim, deduplicate)
 
-    skip_code(tracing.owner_only.shim(len, len, "").__code__)  # type: ignore[attr-defined]
+    skip_code(tracing.owner_only.shim(len, len, "").__code__)
     patches.set_attribute(patcher, "patch_method", patch_method_for_owner)
     patches.set_attribute(patcher, "patch", patch_for_owner)
 
@@ -537,7 +600,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
         or module._backward_pre_hooks
         or module._forward_hooks
         or module._forward_pre_hooks
-        or nn_module._has_any_global_hook()
+        or nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 
@@ -545,7 +608,8 @@ def optimized_module_class() -> type[torch.nn.Module]:
     """`torch._dynamo.OptimizedModule`, which libraries test for to find a compiled module."""
     from torch._dynamo.eval_frame import OptimizedModule
 
-    return OptimizedModule
+    optimized: type[torch.nn.Module] = OptimizedModule
+    return optimized
 
 
 def _inlined_modules(patches: Patches) -> None:
@@ -677,10 +741,10 @@ def _checkpoint(patches: Patches) -> None:
     import torch.utils.checkpoint
 
     original: list[Any] = []
-    function = torch.utils.checkpoint.checkpoint.__wrapped__
+    function = torch.utils.checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
     safe = thread_safe_checkpoint(lambda *a, **k: original[0](*a, **k), RandomOps())
     original.append(patches.swap_code(function, safe))
-    for code in (safe.__code__, Block.__call__.__code__, Block._recompute.__code__, Block._run.__code__):  # type: ignore[attr-defined]
+    for code in (safe.__code__, Block.__call__.__code__, Block._recompute.__code__, Block._run.__code__):
         skip_code(code)
 
 
@@ -789,7 +853,11 @@ def _config_inherit(patches: Patches) -> None:
 
 
 SEAMS: tuple[Seam, ...] = (
-    Seam("trace_lock", "one owner-aware lock in place of torch's compile lock; autograd stays on the holder's thread", _trace_lock),
+    Seam(
+        "trace_lock",
+        "one owner-aware lock in place of torch's compile lock; autograd stays on the holder's thread",
+        _trace_lock,
+    ),
     Seam("compiling_flags", "`is_compiling` and `is_exporting` speak of the calling thread", _compiling_flags),
     Seam("fx_flag", "FX's tracing flag speaks of the calling thread", _fx_flag, fx_flag_is_global),
     Seam("fx_tracer", "one `fx.Tracer.trace` at a time, under the trace lock", _fx_tracer),
@@ -802,7 +870,12 @@ SEAMS: tuple[Seam, ...] = (
     Seam("inlined_modules", "modules from `compile_guard.compile` are inlined into outer compiled code", _inlined_modules),
     Seam("reset_gate", "reset waits until no compiled call runs", _reset_gate),
     Seam("checkpoint", "a recompute draws what its forward drew, in its forward's configuration", _checkpoint),
-    Seam("modes_lifted", "compiled functions inside checkpointed blocks stay compiled", _modes_lifted, guards_fail_under_modes),
+    Seam(
+        "modes_lifted",
+        "compiled functions inside checkpointed blocks stay compiled",
+        _modes_lifted,
+        guards_fail_under_modes,
+    ),
     Seam("config_inherit", "a thread starts with the configuration of its starter", _config_inherit, config_is_per_thread),
 )
 

@@ -123,9 +123,7 @@ class TraceLock:
             self.on_contention(what, self._owner, self.doing)
         self._num_waiting += 1
         try:
-            return waits.wait_for(
-                lambda span: self.core.acquire(timeout=span), self.name, self._holders, timeout=timeout
-            )
+            return waits.wait_for(lambda span: self.core.acquire(timeout=span), self.name, self._holders, timeout=timeout)
         finally:
             self._num_waiting -= 1
             self._waited_s += time.monotonic() - began
@@ -150,9 +148,7 @@ class TraceLock:
     def __enter__(self) -> bool:
         return self.acquire("torch.compile")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
 
     def hold(self, what: str) -> _Hold:
@@ -242,9 +238,7 @@ class _Hold:
         self._outermost = not self._lock.owned()
         self._lock.acquire(self._what)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._outermost:
             del self._lock._doing[1:]
         self._lock.release()

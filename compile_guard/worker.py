@@ -93,7 +93,7 @@ class Worker(threading.Thread):
         try:
             self._set_up()
             self.result = target(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - kept whole, SystemExit too, and raised by join()
+        except BaseException as error:
             self._error = error
 
     def join(self, timeout: float | None = None) -> None:

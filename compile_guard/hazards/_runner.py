@@ -174,7 +174,7 @@ def _unhealthy(original_call: object) -> list[str]:
             broken.append(f"{what} fails: {type(error).__name__}: {error}")
 
     def take_lock() -> bool:
-        taken = convert_frame.compile_lock.acquire(timeout=5)
+        taken: bool = convert_frame.compile_lock.acquire(timeout=5)
         if taken:
             convert_frame.compile_lock.release()
         return taken

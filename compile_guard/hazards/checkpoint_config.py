@@ -15,7 +15,7 @@ def affected() -> Affected:
 
     import torch._dynamo.config as config
 
-    entry = config._config["recompile_limit"]  # type: ignore[attr-defined]
+    entry = config._config["recompile_limit"]
     if isinstance(entry.user_override, ContextVar):
         return Affected(
             True, "config values are ContextVars: a new thread, and a backward thread, starts from defaults"
@@ -91,7 +91,8 @@ def mirror() -> None:
     def work() -> int:
         with torch._dynamo.config.patch(recompile_limit=LIMIT):
             step(torch.ones(2))
-            return torch._dynamo.config.recompile_limit
+            limit: int = torch._dynamo.config.recompile_limit
+            return limit
 
     if run_threads(worker=work)["worker"] != LIMIT:
         raise AssertionError("config set in a thread is not what that thread reads")

@@ -1,0 +1,129 @@
+"""The command `compile-guard`, also `python -m compile_guard`.
+
+Exit status: 0 clean, 1 findings, 2 could not run; `run` exits with the program's own, and with 1 where a finding happened
+in mode `raise`. Data goes to stdout, talk to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from compile_guard import __version__
+from compile_guard.findings import MODES, FindingError, findings
+from compile_guard.install import install
+from compile_guard.report import text
+from compile_guard.tracing import TRACE_LOCK
+
+CLEAN, FINDINGS, CANNOT_RUN = 0, 1, 2
+
+
+def run(script: str, arguments: list[str], *, mode: str, report: Path | None) -> int:
+    """Run an unmodified program under the guard and report at its end; returns the status to exit with."""
+    path = Path(script)
+    if not path.is_file():
+        print(
+            f"compile-guard: {script} is not a file; give the program to run as `compile-guard run script.py args…`",
+            file=sys.stderr,
+        )
+        return CANNOT_RUN
+    if report is not None and not report.parent.is_dir():
+        print(f"compile-guard: --report {report}: the folder {report.parent} does not exist", file=sys.stderr)
+        return CANNOT_RUN
+    # In the environment, so that an `install(mode=…)` of the program's own does not change what was asked for here.
+    os.environ["COMPILE_GUARD"] = mode
+    install()
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(path.resolve().parent)
+    status = _status_of(script)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()  # as the interpreter does when a program's main thread ends
+    found = findings()
+    if status == CLEAN and mode == "raise" and any(not finding.prevented for finding in found):
+        status = FINDINGS
+    sys.stdout.flush()
+    print(text.as_text(found, TRACE_LOCK, status), file=sys.stderr)
+    if report is not None:
+        render = text.as_json if report.suffix == ".json" else text.as_text
+        report.write_text(render(found, TRACE_LOCK, status), encoding="utf-8")
+    return status
+
+
+def _status_of(script: str) -> int:
+    """Run the script as the main program; its exit status, as the interpreter would give it."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None:
+            return CLEAN
+        if isinstance(ended.code, int):
+            return ended.code
+        print(ended.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 130
+    except BaseException as error:
+        if not isinstance(error, FindingError):
+            _print_without_our_frames(error, script)
+        else:
+            print(error, file=sys.stderr)
+        return 1
+    return CLEAN
+
+
+def _print_without_our_frames(error: BaseException, script: str) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace or error.__traceback__)
+
+
+def doctor(*, as_json: bool) -> int:
+    """Say which hazards this torch has and which the guard covers; 1 where one is not covered."""
+    from compile_guard import doctor as clinic
+
+    diagnoses = clinic.diagnose()
+    if as_json:
+        print(json.dumps({"environment": text.environment(), "hazards": clinic.as_dicts(diagnoses)}, indent=1))
+    else:
+        print(clinic.as_text(diagnoses, text.environment()), end="")
+    return FINDINGS if any(diagnosis.cover == "NOT COVERED" for diagnosis in diagnoses) else CLEAN
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="compile-guard", description="Make torch.compile safe in threads, and show where it is not."
+    )
+    parser.add_argument("--version", action="version", version=f"compile-guard {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("run", help="run an unmodified program under the guard, and report at its end")
+    verb.add_argument(
+        "--mode",
+        choices=[mode for mode in MODES if mode != "off"],
+        default="warn",
+        help="what becomes of findings (warn)",
+    )
+    verb.add_argument("--report", type=Path, metavar="FILE", help="write the report here too; as JSON where FILE ends in .json")
+    verb.add_argument("script", help="the program")
+    verb.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    verb = verbs.add_parser("doctor", help="which hazards does this torch have, and does the guard cover each")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        print(f"compile-guard: torch cannot be imported ({error}); install it in this environment first", file=sys.stderr)
+        return CANNOT_RUN
+    if options.verb == "run":
+        return run(options.script, options.arguments, mode=options.mode, report=options.report)
+    return doctor(as_json=options.json)

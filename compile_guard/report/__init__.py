@@ -1,0 +1,1 @@
+"""What the guard saw, for people and for programs."""
