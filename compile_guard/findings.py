@@ -104,21 +104,29 @@ class Finding:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """A stack as a user reads it: the program's own frames, and below them the torch frame that they ended in."""
+    """A stack as a user reads it: the program's own frames, and below them the library frame that they ended in."""
+    libraries = _library_folder()
     rows: list[str] = []
-    innermost_torch: str | None = None
+    innermost_library: str | None = None
     while frame is not None and len(rows) < _STACK_FRAMES:
         name = frame.f_code.co_filename
         row = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        if f"{os.sep}torch{os.sep}" in name:
-            if not rows and innermost_torch is None:
-                innermost_torch = row
+        if name.startswith(libraries):
+            if not rows and innermost_library is None:
+                innermost_library = row
         elif os.path.dirname(name) != _OWN_DIRECTORY and not name.startswith((_THREADING_FILE, "<frozen")):
             rows.append(row)
         frame = frame.f_back
-    if innermost_torch is not None:
-        rows.insert(0, innermost_torch)
+    if innermost_library is not None:
+        rows.insert(0, innermost_library)
     return tuple(reversed(rows))
+
+
+def _library_folder() -> str:
+    """Where torch, and with it the libraries that it calls, are installed."""
+    torch = sys.modules.get("torch")
+    file = getattr(torch, "__file__", None)
+    return os.path.join(os.path.dirname(os.path.dirname(file)), "") if file else os.sep + "no torch"
 
 
 def this_thread(doing: str) -> Actor:
