@@ -33,7 +33,8 @@ class RetryCompiledCall(BaseException):
 
 class _Attempt(threading.local):
     def __init__(self) -> None:
-        self.is_second = False
+        self.second: list[FrameType] = []
+        """Frames of the entries of this thread that are at their second attempt."""
 
 
 _attempt = _Attempt()
@@ -42,19 +43,19 @@ _running: list[None] = []
 _gate_closed = False
 
 
-class once_more:
+class once_more:  # noqa: N801 - reads as a statement
     """The second attempt of a call that was asked to retry. There is no third: what then misses is compiled."""
 
     def __enter__(self) -> None:
-        _attempt.is_second = True
+        _attempt.second.append(sys._getframe(1))
 
     def __exit__(self, *exc: object) -> None:
-        _attempt.is_second = False
+        _attempt.second.pop()
 
 
-def may_retry() -> bool:
-    """Whether the calling thread's compiled call may still be asked to begin again."""
-    return not _attempt.is_second
+def may_retry(entry: FrameType) -> bool:
+    """Whether the compiled call that came through this entry's frame may be asked to begin again."""
+    return not any(frame is entry for frame in _attempt.second)
 
 
 def counted_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,8 +46,9 @@ class CompileSeam(Protocol):
     def limits(self, code: CodeType) -> AbstractContextManager[Any]:
         """Puts the code object's own recompile limit in force, if it has one."""
 
-    def is_first_frame(self, frame: FrameType | None) -> bool:
-        """Whether, seen from Dynamo's callback, the frame is the first of its call: nothing has happened in it yet."""
+    def entry_of_first_frame(self, frame: FrameType | None) -> FrameType | None:
+        """Our entry's frame where, seen from Dynamo's callback, the frame is the first of its call: nothing has happened
+        in it yet."""
 
 
 class _Converting(threading.local):
@@ -97,7 +98,8 @@ class SingleFlight:
         if made_by is None or not (made_by is backend or made_by == backend):
             return
         # Frames further in have begun: their callers' side effects would happen twice.
-        retry = may_retry() and self._seam.is_first_frame(sys._getframe(2))
+        entry = self._seam.entry_of_first_frame(sys._getframe(2))
+        retry = entry is not None and may_retry(entry)
         findings.report(
             Finding(
                 code="duplicate-compile",

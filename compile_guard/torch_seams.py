@@ -440,21 +440,21 @@ class _CompileSeam:
         limit = recompile_limits.get(code)
         return nullcontext() if limit is None else config.patch(recompile_limit=limit)
 
-    def is_first_frame(self, frame: FrameType | None) -> bool:
+    def entry_of_first_frame(self, frame: FrameType | None) -> FrameType | None:
         while frame is not None and frame.f_code.co_filename == self._dynamo_file:
             frame = frame.f_back
         # `OptimizedModule` goes through the module's own call, which does nothing before `forward` but run pre-hooks.
         if frame is not None and frame.f_code is self._call_impl:
             module = frame.f_locals.get("self")
             if _has_pre_hooks(module):
-                return False
+                return None
             frame = frame.f_back
             if frame is None or frame.f_code is not self._module_call:
-                return False
+                return None
             frame = frame.f_back
         if frame is None or not is_compiled_call(frame.f_code) or frame.f_back is None:
-            return False
-        return frame.f_back.f_code in RETRYING_CODES
+            return None
+        return frame.f_back if frame.f_back.f_code in RETRYING_CODES else None
 
 
 def _has_pre_hooks(module: Any) -> bool:
@@ -518,24 +518,32 @@ def _reset_gate(patches: Patches) -> None:
     from torch._dynamo import eval_frame
 
     from_stance = eval_frame._callback_from_stance
+    num_resets = 0
+    counting = threading.Lock()
 
     def gated_callback(callback: Any) -> Any:
-        # Reached by compiled calls that have no entry of ours, while the gate is shut: they wait as if not yet inside.
-        if not _nested_in_compiled_call(sys._getframe(1)):
+        # Reached by compiled calls that have no entry of ours: they wait as if not yet inside. Those that are counted have
+        # been let in already, and the reset waits for them.
+        if gate.is_closed_for_me() and not _inside_a_call(sys._getframe(1)):
             while gate.is_closed_for_me():
                 gate.wait()
         return from_stance(callback)
 
     def quiet(original: list[Callable[[], None]]) -> Callable[[], None]:
         def reset() -> None:
-            with gate.shut(is_compiled_call):
-                # Only while the gate is shut do calls that were compiled before `install()` pass here.
+            nonlocal num_resets
+            # Only while a reset waits or works do calls that were compiled before `install()` pass there.
+            with counting:
+                num_resets += 1
                 eval_frame._callback_from_stance = gated_callback
-                try:
-                    with TRACE_LOCK.hold("torch._dynamo.reset"):
-                        original[0]()
-                finally:
-                    eval_frame._callback_from_stance = from_stance
+            try:
+                with gate.shut(is_compiled_call), TRACE_LOCK.hold("torch._dynamo.reset"):
+                    original[0]()
+            finally:
+                with counting:
+                    num_resets -= 1
+                    if not num_resets:
+                        eval_frame._callback_from_stance = from_stance
 
         return reset
 
@@ -544,13 +552,13 @@ def _reset_gate(patches: Patches) -> None:
         original.append(patches.swap_code(function, quiet(original)))
 
 
-def _nested_in_compiled_call(frame: FrameType | None) -> bool:
-    """Whether a second compiled-call wrapper stands further out than the one that `frame` is in."""
-    count = 0
-    while frame is not None:
-        count += is_compiled_call(frame.f_code)
-        frame = frame.f_back
-    return count > 1
+def _inside_a_call(frame: FrameType | None) -> bool:
+    """Whether the compiled-call wrapper whose frame this is was counted, or has another one further out."""
+    assert frame is not None
+    while (frame := frame.f_back) is not None:
+        if frame.f_code in RETRYING_CODES or is_compiled_call(frame.f_code):
+            return True
+    return False
 
 
 def allow_inlining(wrapper: Callable[..., Any]) -> None:
