@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
+from compile_guard import waits
 from compile_guard.entry import RetryCompiledCall, may_retry
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.tracing import TRACE_LOCK
@@ -46,6 +48,9 @@ class CompileSeam(Protocol):
     def limits(self, code: CodeType) -> AbstractContextManager[Any]:
         """Puts the code object's own recompile limit in force, if it has one."""
 
+    def is_in_callback(self, frame: FrameType | None) -> bool:
+        """Whether the thread with this innermost frame is inside Dynamo's callback."""
+
     def entry_of_first_frame(self, frame: FrameType | None) -> FrameType | None:
         """Our entry's frame where, seen from Dynamo's callback, the frame is the first of its call: nothing has happened
         in it yet."""
@@ -63,6 +68,7 @@ class SingleFlight:
         self._seam = seam
         self._on_compile = on_compile
         self._converting = _Converting()
+        self._compiled_by: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
         self._backend_of: weakref.WeakKeyDictionary[CodeType, object] = weakref.WeakKeyDictionary()
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,6 +90,7 @@ class SingleFlight:
             code = self._seam.compiled_code(result)
             if code is not None:
                 self._backend_of[code] = backend
+                self._compiled_by[frame.f_code] = threading.get_ident()
             elif self._seam.ran_into_limit(result):
                 self._report_limit(frame.f_code)
             return result
@@ -92,6 +99,8 @@ class SingleFlight:
 
     def _look_again(self, frame: DynamoFrame, backend: object) -> None:
         passing = self._seam.passing_entry(frame)
+        if passing is None and self._waited_for_the_entry(frame.f_code):
+            passing = self._seam.passing_entry(frame)
         if passing is None:
             return
         made_by = self._backend_of.get(passing)
@@ -116,6 +125,18 @@ class SingleFlight:
         )
         if retry:
             raise RetryCompiledCall
+
+    def _waited_for_the_entry(self, code: CodeType) -> bool:
+        """torch puts what was compiled into the cache when its callback is over, a moment after the lock was given back."""
+        ident = self._compiled_by.get(code, threading.get_ident())
+        waited = False
+        # A thread that waits in turn is in its next compile: the entry of the last one is in the cache.
+        while ident != threading.get_ident() and ident not in waits.waiting():
+            if not self._seam.is_in_callback(sys._current_frames().get(ident)):
+                return True
+            waited = True
+            time.sleep(0.0001)  # lets that thread have the GIL, which is all that it needs
+        return waited
 
     def _report_limit(self, code: CodeType) -> None:
         findings.report(

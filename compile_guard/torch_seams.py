@@ -408,6 +408,7 @@ class _CompileSeam:
         self._entries = _debug_get_cache_entry_list
         self._run_only = FrameAction.RUN_ONLY
         self._dynamo_file = convert_frame.__file__
+        self._callback = convert_frame.CatchErrorsWrapper.__call__.__code__
         self._call_impl = Module._call_impl.__code__
         self._module_call = Module._wrapped_call_impl.__code__
 
@@ -439,6 +440,13 @@ class _CompileSeam:
 
         limit = recompile_limits.get(code)
         return nullcontext() if limit is None else config.patch(recompile_limit=limit)
+
+    def is_in_callback(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code is self._callback:
+                return True
+            frame = frame.f_back
+        return False
 
     def entry_of_first_frame(self, frame: FrameType | None) -> FrameType | None:
         while frame is not None and frame.f_code.co_filename == self._dynamo_file:
