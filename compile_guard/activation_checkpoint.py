@@ -52,6 +52,16 @@ class Tape:
         return self._drawn[position][1]
 
 
+class _ThisThread(threading.local):
+    """A mark of the calling thread. Unlike its ident, it is not given to another thread once this one has ended."""
+
+    def __init__(self) -> None:
+        self.mark = object()
+
+
+_this_thread = _ThisThread()
+
+
 class _Drawing:
     """Which threads are inside a checkpointed block that draws; for the finding alone."""
 
@@ -99,7 +109,7 @@ class Block:
         self._random_ops = random_ops
         self._replay = replay
         self._tape: Tape | None = None
-        self._thread = threading.get_ident()
+        self._thread = _this_thread.mark
         self._context = contextvars.copy_context()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,14 +118,13 @@ class Block:
             if not self._replay:
                 return self._function(*args, **kwargs)
             return self._run(self._random_ops.recording(self._tape, _drawing.report_overlap), args, kwargs)
-        if threading.get_ident() != self._thread:
+        if _this_thread.mark is not self._thread:
+            self._random_ops.report_lost_config(self._context)
             # A copy: the same context may be entered by two recomputes at once.
             return self._context.copy().run(self._recompute, args, kwargs)
         return self._recompute(args, kwargs)
 
     def _recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
-            self._random_ops.report_lost_config(self._context)
         if not self._replay:
             return self._function(*args, **kwargs)
         assert self._tape is not None

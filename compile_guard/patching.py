@@ -70,12 +70,18 @@ class Patches:
         code = next(const for const in module_code.co_consts if isinstance(const, types.CodeType))
         code = code.replace(co_firstlineno=original_code.co_firstlineno)
         function.__globals__[key] = replacement
+        # Dynamo reads `checkpoint`'s signature to tell its arguments from those of the block.
+        had_signature = "__signature__" in vars(function)
+        if not had_signature:
+            function.__signature__ = inspect.signature(function, follow_wrapped=False)  # type: ignore[attr-defined]
         function.__code__ = code
 
         def undo() -> bool:
             if function.__code__ is not code:
                 return False
             function.__code__ = original_code
+            if not had_signature:
+                del function.__signature__  # type: ignore[attr-defined]
             del function.__globals__[key]
             return True
 

@@ -76,9 +76,7 @@ def devices(request: pytest.FixtureRequest) -> list[torch.device]:
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     num_logical: int = request.config.getoption("--logical-devices")
     if num_logical < 2:
-        pytest.skip(
-            f"needs two GPUs, found {torch.cuda.device_count()}; --logical-devices N (at least 2) makes do with one"
-        )
+        pytest.skip(f"needs two GPUs, found {torch.cuda.device_count()}; --logical-devices N (at least 2) makes do with one")
     return [torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")] * num_logical
 
 

@@ -36,8 +36,7 @@ def run_in_threads(*bodies: Callable[[], Any], timeout: float = PATIENCE_S) -> l
             errors.append(error)
 
     threads = [
-        threading.Thread(target=run, args=(number,), name=f"body-{number}", daemon=True)
-        for number in range(len(bodies))
+        threading.Thread(target=run, args=(number,), name=f"body-{number}", daemon=True) for number in range(len(bodies))
     ]
     for thread in threads:
         thread.start()

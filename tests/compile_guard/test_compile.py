@@ -411,9 +411,7 @@ class Broken(Own):
         return y * scale
 
 
-@pytest.mark.parametrize(
-    "make", [Own, Broken, lambda: nn.Linear(3, 3), lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU())]
-)
+@pytest.mark.parametrize("make", [Own, Broken, lambda: nn.Linear(3, 3), lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU())])
 def test_module_computes_what_it_does_eager(make: Callable[[], nn.Module], backend: Counting) -> None:
     module = make()
     compiled = compile_guard.compile(module, backend=backend)

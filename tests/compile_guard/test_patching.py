@@ -45,6 +45,15 @@ def test_swapped_code_keeps_file_line_and_source(patches: Patches) -> None:
     patches.undo()
 
 
+def test_swapped_code_keeps_the_signature(patches: Patches) -> None:
+    before = inspect.signature(double)
+    patches.swap_code(double, lambda *args, **kwargs: None)
+    assert inspect.signature(double) == before
+    patches.undo()
+    assert inspect.signature(double) == before
+    assert "__signature__" not in vars(double)
+
+
 def test_code_that_closes_over_variables_is_refused(patches: Patches) -> None:
     captured = 1
 
