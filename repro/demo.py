@@ -26,7 +26,13 @@ def run(command: list[str], cache: Path) -> tuple[int, str, float]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     began = time.monotonic()
     done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=2 * TIMEOUT_S, check=False
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * TIMEOUT_S,
+        check=False,
     )
     return done.returncode, done.stdout, time.monotonic() - began
 
@@ -38,7 +44,11 @@ def main() -> int:
     cuda = torch.cuda.is_available()
     arguments = [PROGRAM, "--timeout", str(TIMEOUT_S), "--snapshots"]
     arguments += [] if cuda else ["--steps", "4"]
-    what = "compiled flex_attention on the GPU" if cuda else "compiled SDPA layers on the CPU (flex_attention has no backward there)"
+    what = (
+        "compiled flex_attention on the GPU"
+        if cuda
+        else "compiled SDPA layers on the CPU (flex_attention has no backward there)"
+    )
     print(f"torch {torch.__version__}: three threads, each training a drafter with {what},")
     print("each tracing its drafter with torch.fx after every step. The program is repro/threaded_drafters.py.\n")
     with tempfile.TemporaryDirectory() as folder:

@@ -148,30 +148,36 @@ class Compiled:
 
     flex: Attend
     run_layer: Callable[..., torch.Tensor]
+    chunk_loss: Callable[..., torch.Tensor]
 
     @classmethod
     def new(cls) -> Compiled:
-        return cls(flex=torch.compile(flex), run_layer=torch.compile(run_layer))
+        # Static shapes: a block mask belongs to one length, and flex_attention is fastest when it knows it.
+        return cls(
+            flex=torch.compile(flex, dynamic=False),
+            run_layer=torch.compile(run_layer),
+            chunk_loss=torch.compile(chunk_loss, dynamic=False),
+        )
 
 
 def chunk_loss(lm_head: nn.Linear, x_NE: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(lm_head(x_NE), labels_N, reduction="sum")
 
 
-def loss_of(drafter: Drafter, x_BLE: torch.Tensor, labels_BL: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+def loss_of(
+    drafter: Drafter, compiled: Compiled, x_BLE: torch.Tensor, labels_BL: torch.Tensor, use_reentrant: bool
+) -> torch.Tensor:
     """Mean loss, with the logits of one chunk alive at a time, in forward and in backward."""
     x_NE, labels_N = drafter.norm(x_BLE).flatten(0, 1), labels_BL.flatten()
     total = x_NE.new_zeros(())
     for x_CE, labels_C in zip(torch.split(x_NE, CHUNK), torch.split(labels_N, CHUNK), strict=True):
-        chunk: Any = checkpoint(chunk_loss, drafter.lm_head, x_CE, labels_C, use_reentrant=use_reentrant)
+        chunk: Any = checkpoint(compiled.chunk_loss, drafter.lm_head, x_CE, labels_C, use_reentrant=use_reentrant)
         total = total + chunk
     mean: torch.Tensor = total / labels_N.numel()
     return mean
 
 
-def train_step(
-    drafter: Drafter, compiled: Compiled, masks: Masks, batch_BL: torch.Tensor, use_reentrant: bool
-) -> torch.Tensor:
+def train_step(drafter: Drafter, compiled: Compiled, masks: Masks, batch_BL: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
     """Forward and backward of one batch; every layer and every chunk of the loss is checkpointed."""
     tokens_BL, labels_BL = batch_BL[:, :-1], batch_BL[:, 1:]
     x_BLE = drafter.embed(tokens_BL)
@@ -182,7 +188,7 @@ def train_step(
         else:
             x = checkpoint(compiled.run_layer, layer, x_BLE, masks.dense(length), sdpa, use_reentrant=use_reentrant)
         x_BLE = x
-    loss = loss_of(drafter, x_BLE, labels_BL, use_reentrant)
+    loss = loss_of(drafter, compiled, x_BLE, labels_BL, use_reentrant)
     torch.autograd.backward(loss)
     return loss.detach()
 
@@ -262,15 +268,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="drafters (as many as devices, at least 3)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each drafter (20)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (0)")
-    parser.add_argument(
-        "--reentrant", action=argparse.BooleanOptionalAction, default=False, help="mode of the checkpoints (no)"
-    )
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--reentrant", action="store_true", help="reentrant checkpoints")
+    modes.add_argument("--non-reentrant", action="store_false", dest="reentrant", help="the default")
     parser.add_argument("--wrappers", choices=["singleton", "per-thread"], default="singleton")
     parser.add_argument("--snapshots", action="store_true", help="trace the drafter with torch.fx after every step")
     parser.add_argument("--alone", type=int, metavar="K", help="train drafter K alone: its losses should be the same")
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds until it counts as hung (300)"
-    )
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds until it counts as hung (300)")
     parser.add_argument("--json", action="store_true", help="print the losses of each drafter as one JSON document")
     options = parser.parse_args(arguments)
     options.devices = (options.devices or ("cuda:0" if torch.cuda.is_available() else "cpu")).split(",")
@@ -294,9 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch._dynamo.config.recompile_limit = 64
     devices = [torch.device(options.devices[k % len(options.devices)]) for k in range(options.threads)]
     if any(device.type == "cpu" for device in devices):
-        say(
-            "CPU: flex_attention has no backward here. Layers train with SDPA, compiled whole; flex runs in evaluation."
-        )
+        say("CPU: flex_attention has no backward here. Layers train with SDPA, compiled whole; flex runs in evaluation.")
     numbers = range(options.threads) if options.alone is None else [options.alone]
     drafters: dict[int, Drafter] = {}
     for number in numbers:
