@@ -45,8 +45,8 @@ class CompileSeam(Protocol):
     def limit_reason(self, code: CodeType) -> str:
         """The limit that was hit and the number of entries, for people."""
 
-    def limits(self, code: CodeType) -> AbstractContextManager[Any]:
-        """Puts the code object's own recompile limit in force, if it has one."""
+    def settings(self, code: CodeType) -> AbstractContextManager[Any]:
+        """Puts in force what is asked for this compile alone: the code object's own recompile limit, and `dynamic=`."""
 
     def is_in_callback(self, frame: FrameType | None) -> bool:
         """Whether the thread with this innermost frame is inside Dynamo's callback."""
@@ -83,7 +83,7 @@ class SingleFlight:
             self._on_compile(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_code.co_firstlineno})")
             self._converting.now = True
             try:
-                with self._seam.limits(frame.f_code):
+                with self._seam.settings(frame.f_code):
                     result = original(converter, frame, *args, **kwargs)
             finally:
                 self._converting.now = False

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType
@@ -435,11 +435,18 @@ class _CompileSeam:
     def limit_reason(self, code: CodeType) -> str:
         return f"{len(self._entries(code))} entries, recompile_limit {recompile_limits.get(code, recompile_limit())}"
 
-    def limits(self, code: CodeType) -> AbstractContextManager[Any]:
+    def settings(self, code: CodeType) -> AbstractContextManager[Any]:
         from torch._dynamo import config
 
         limit = recompile_limits.get(code)
-        return nullcontext() if limit is None else config.patch(recompile_limit=limit)
+        if limit is None and not _dynamic.changes:
+            return nullcontext()
+        settings = ExitStack()
+        for change in _dynamic.changes:
+            settings.callback(change())
+        if limit is not None:
+            settings.enter_context(config.patch(recompile_limit=limit))
+        return settings
 
     def is_in_callback(self, frame: FrameType | None) -> bool:
         while frame is not None:
@@ -519,6 +526,43 @@ def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
     if hasattr(compiled, "_torchdynamo_wrapper_id"):
         entry._torchdynamo_wrapper_id = id(entry)  # type: ignore[attr-defined]
     return entry
+
+
+class _Dynamic(threading.local):
+    """What `torch.compile(dynamic=...)` asks for in the compiled calls that this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.changes: list[Callable[[], Callable[[], None]]] = []
+
+
+_dynamic = _Dynamic()
+
+
+def config_is_global() -> bool:
+    """Whether torch's configuration belongs to the process (before 2.12), so that two threads save and put back the same."""
+    return not config_is_per_thread()
+
+
+def _dynamic_config(patches: Patches) -> None:
+    """Put `dynamic=` into the configuration for the compile alone, under the lock, and not for the whole call.
+
+    Two calls that overlap would each save what the other has set: one compiles with the other's setting, and what is put
+    back last stays for ever.
+    """
+    from torch._dynamo import eval_frame
+
+    make_set_enable_dynamic = eval_frame.make_set_enable_dynamic
+
+    def make_noted(enable: bool) -> Callable[[], Callable[[], Any]]:
+        change = make_set_enable_dynamic(enable)
+
+        def note() -> Callable[[], Any]:
+            _dynamic.changes.append(change)
+            return _dynamic.changes.pop
+
+        return note
+
+    patches.set_attribute(eval_frame, "make_set_enable_dynamic", make_noted)
 
 
 def _reset_gate(patches: Patches) -> None:
@@ -884,6 +928,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam("single_flight", "one compile where several threads miss the same cache", _single_flight),
     Seam("compiled_entry", "compiled calls are counted, and may be asked to begin again", _compiled_entry),
     Seam("inlined_modules", "modules from `compile_guard.compile` are inlined into outer compiled code", _inlined_modules),
+    Seam("dynamic_config", "`dynamic=` is in force for its own compile alone", _dynamic_config, config_is_global),
     Seam("reset_gate", "reset waits until no compiled call runs", _reset_gate),
     Seam("checkpoint", "a recompute draws what its forward drew, in its forward's configuration", _checkpoint),
     Seam(

@@ -228,9 +228,11 @@ def test_reset_that_waits_too_long_gives_up_and_opens_the_gate(
     runner = puppet()
     running = runner.start(torch.compile(long_step, backend="eager"), x)
     wait(inside)
-    with pytest.raises(GuardError, match=r"reset gave up after 0 s: .*puppet-0.*Nothing was reset"):
-        with entry.gate.shut(lambda code: code.co_name == "compile_wrapper", timeout=0.05):
-            pytest.fail("the gate was shut over a running call")
+    with (
+        pytest.raises(GuardError, match=r"reset gave up after 0 s: .*puppet-0.*Nothing was reset"),
+        entry.gate.shut(lambda code: code.co_name == "compile_wrapper", timeout=0.05),
+    ):
+        pytest.fail("the gate was shut over a running call")
     assert torch.equal(compile_guard.compile(step, backend="eager")(x), step(x))
     go_on.set()
     running.result()
