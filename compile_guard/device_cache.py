@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from compile_guard import torch_seams
+from compile_guard import fork, torch_seams
 from compile_guard.entry import counted_dispatch
 from compile_guard.findings import findings, mode_from_environment
 from compile_guard.install import install
@@ -297,3 +297,13 @@ def reset(device: torch.device | str | int | None = None) -> None:
         torch._dynamo.reset()
     for cache in list(_caches):
         cache.retire(None if device is None else torch.device(device))
+
+
+def _after_fork_in_child() -> None:
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    for cache in list(_caches):
+        cache._lock = threading.Lock()
+
+
+fork.in_child.append(_after_fork_in_child)

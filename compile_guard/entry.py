@@ -268,3 +268,16 @@ class Gate:
 
 
 gate = Gate()
+
+
+def after_fork_in_child() -> None:
+    """Open the gate, and count only the calls that the forking thread is in: the others are not in the child."""
+    global _gate_closed
+    _gate_closed = False
+    gate.__init__()  # type: ignore[misc]
+    frame: FrameType | None = sys._getframe()
+    num_own = 0
+    while frame is not None:
+        num_own += frame.f_code in RETRYING_CODES
+        frame = frame.f_back
+    del _running[num_own:]

@@ -195,6 +195,10 @@ class Findings:
         with self._lock:
             self._found.clear()
 
+    def after_fork_in_child(self) -> None:
+        """Make the lock as new: a thread that the child does not have may have held it."""
+        self._lock = threading.RLock()
+
     def listen(self, listener: Callable[[Finding], None]) -> Callable[[], None]:
         """Call `listener` for each report, on the reporting thread; returns what ends it."""
         self._listeners = (*self._listeners, listener)

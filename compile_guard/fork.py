@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
-from compile_guard import waits
+from compile_guard import entry, waits
 from compile_guard.findings import Finding, findings, other_thread, this_thread
 from compile_guard.tracing import TRACE_LOCK
 
@@ -14,6 +15,8 @@ FORK_WAIT_S = 10.0
 
 active = False
 """Whether the handlers do anything: they cannot be taken out of Python again."""
+in_child: list[Callable[[], None]] = []
+"""Called in a forked child, for locks of modules that this one cannot import."""
 _registered = False
 _held: dict[int, bool] = {}
 
@@ -65,3 +68,7 @@ def _after_in_child() -> None:
         _held.clear()
         TRACE_LOCK.after_fork_in_child()
         waits.after_fork_in_child()
+        findings.after_fork_in_child()
+        entry.after_fork_in_child()
+        for reset_locks in in_child:
+            reset_locks()
