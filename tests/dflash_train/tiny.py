@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_train.anchors import Anchors
+from dflash_train.blocks import Blocks, build_blocks
+from dflash_train.config import DrafterConfig
+from dflash_train.drafter import Drafter
+from dflash_train.vocabulary import Vocabulary
+
+VOCAB = 97
+
+
+def tiny_config(**changes: object) -> DrafterConfig:
+    settings: dict[str, object] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "vocab_size": VOCAB, "block_size": 4, "mask_token_id": VOCAB - 1, "num_target_layers": 8, "num_taps": 2,
+        "rope_theta": 1e4,
+    }  # fmt: skip
+    return DrafterConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def tiny_drafter(config: DrafterConfig, seed: int = 0) -> Drafter:
+    torch.manual_seed(seed)
+    drafter = Drafter(config)
+    for (
+        parameter
+    ) in drafter.parameters():  # larger than at the start of training, so that attention is far from uniform
+        parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    return drafter
+
+
+def tiny_vocabulary(config: DrafterConfig, seed: int = 1) -> Vocabulary:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.vocab_size, config.hidden_size)
+    return Vocabulary(
+        embedding=torch.randn(shape, generator=generator), head=torch.randn(shape, generator=generator) * 0.3
+    )
+
+
+@dataclass(kw_only=True)
+class Rows:
+    """A packed batch with random contents."""
+
+    tokens: Tensor
+    loss_mask: Tensor
+    documents: Tensor
+    positions: Tensor
+    taps: Tensor
+    final: Tensor
+
+    def blocks(self, anchors: Anchors, config: DrafterConfig) -> Blocks:
+        return build_blocks(self.tokens, self.loss_mask, self.documents, self.positions, anchors, config)
+
+
+def make_rows(lengths: Sequence[Sequence[int]], row_length: int, config: DrafterConfig, seed: int = 2) -> Rows:
+    """One row per list of document lengths; what remains of a row is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), row_length)
+    documents = torch.full(shape, -1)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    for row, row_lengths in enumerate(lengths):
+        start = 0
+        for index, length in enumerate(row_lengths):
+            documents[row, start : start + length] = index
+            positions[row, start : start + length] = torch.arange(length)
+            start += length
+        assert start <= row_length
+    width = config.hidden_size
+    return Rows(
+        tokens=torch.randint(0, config.vocab_size - 1, shape, generator=generator),
+        loss_mask=(torch.rand(shape, generator=generator) < 0.8) & (documents >= 0),
+        documents=documents,
+        positions=positions,
+        taps=torch.randn(*shape, len(config.taps) * width, generator=generator),
+        final=torch.randn(*shape, width, generator=generator),
+    )
+
+
+def make_anchors(positions: Sequence[Sequence[int]], num_blocks: int) -> Anchors:
+    padded = torch.zeros(len(positions), num_blocks, dtype=torch.int64)
+    valid = torch.zeros(len(positions), num_blocks, dtype=torch.bool)
+    for row, anchors in enumerate(positions):
+        padded[row, : len(anchors)] = torch.tensor(anchors, dtype=torch.int64)
+        valid[row, : len(anchors)] = True
+    return Anchors(positions=padded, valid=valid, num_empty_documents=0, num_over_budget=0)
+
+
+def hidden_states(drafter: Drafter, vocabulary: Vocabulary, rows: Rows, anchors: Anchors) -> Tensor:
+    """[R, T, H] of a packed, masked forward."""
+    blocks = rows.blocks(anchors, drafter.config)
+    masks = drafter.masks(anchors, rows.documents)
+    context = drafter.fuse(rows.taps)
+    out: Tensor = drafter(vocabulary.embed(blocks.ids), context, blocks.positions, rows.positions, masks)
+    return out
