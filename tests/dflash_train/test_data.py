@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from tiny import write_lines
 
 from dflash_train.chat_tokenizers import ByteTokenizer, ChatTokenizer, load_tokenizer
 from dflash_train.conversations import DataError, Message, Sample, parse_sample, read_samples
@@ -13,11 +14,6 @@ from dflash_train.packing import PackedDocuments, RowSampler, plan_rows
 from dflash_train.prepare import prepare
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-
-
-def write_lines(path: Path, *records: object) -> Path:
-    path.write_bytes(b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in records))
-    return path
 
 
 @pytest.mark.parametrize(

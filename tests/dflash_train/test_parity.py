@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from tiny import Rows, hidden_states, make_anchors, make_rows, tiny_config, tiny_drafter, tiny_vocabulary
+from tiny import VOCAB, Rows, hidden_states, make_anchors, make_rows, tiny_config, tiny_drafter, tiny_vocabulary
 from torch import Tensor, nn
 
-from dflash_train.config import DrafterConfig, LossConfig
+from dflash_train.config import DrafterConfig, LossConfig, RunConfig
 from dflash_train.drafter import Drafter, draft_slots
+from dflash_train.drafter_files import save_drafter
+from dflash_train.export import export_run
 from dflash_train.losses import block_loss
 from dflash_train.vocabulary import Vocabulary
 
@@ -280,3 +283,57 @@ def test_tap_layers_equal_z_labs_and_specforges(num_layers: int, num_taps: int) 
     for module in ("dflash.model", "specforge.modeling.draft.dflash"):
         theirs = peer(module, module.split(".")[0]).build_target_layer_ids(num_layers, num_taps)
         assert default_tap_layers(num_layers, num_taps) == tuple(theirs)
+
+
+@pytest.mark.parametrize("changes", [{}, SLIDING, {**SLIDING, "sliding_rule": "modelopt"}])
+def test_an_exported_drafter_gives_the_same_logits_in_dflash(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Loaded as `dflash` loads it, strictly; z-lab's own masks and RoPE."""
+    zlab = peer("dflash.model", "dflash")
+    config, drafter, vocabulary, rows = golden(**changes)
+    save_drafter(tmp_path / "run", drafter.state_dict(), RunConfig(drafter=config))
+    export_run(tmp_path / "run", tmp_path / "out", format="z-lab", dtype="float32")
+    model, info = zlab.DFlashDraftModel.from_pretrained(
+        tmp_path / "out", attn_implementation="sdpa", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (model.block_size, model.mask_token_id, tuple(model.target_layer_ids)) == (B, VOCAB - 1, config.taps)
+    a = ANCHORS[1]
+    anchors = make_anchors([[a]], 1)
+    ids = rows.blocks(anchors, config).ids
+    theirs = model(
+        position_ids=torch.arange(a + B)[None],
+        noise_embedding=vocabulary.embed(ids),
+        target_hidden=rows.taps[:, :a],
+    )
+    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    head.weight = nn.Parameter(vocabulary.head)
+    ours = vocabulary.logits(hidden_states(drafter, vocabulary, rows, anchors))
+    difference = show(f"z-lab logits of an export, {config.layers[0]}", ours, model.compute_logits(theirs, head))
+    assert difference <= 1e-5 * float(ours.detach().abs().max())
+
+
+@pytest.mark.parametrize("changes", [{}, {**SLIDING, "sliding_rule": "speculators"}])
+def test_an_exported_drafter_gives_the_same_logits_in_speculators(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = peer("speculators.models.dflash.core", "speculators")
+    config, drafter, vocabulary, rows = golden(**changes)
+    save_drafter(tmp_path / "run", drafter.state_dict(), RunConfig(drafter=config))
+    export_run(tmp_path / "run", tmp_path / "out", format="speculators", dtype="float32")
+    model, info = core.DFlashDraftModel.from_pretrained(str(tmp_path / "out"), output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.target_layer_ids == [i + 1 for i in config.taps]
+    assert model.config.speculators_config.proposal_methods[0].speculative_tokens == B - 1
+    for name in ("lm_head", "verifier_lm_head"):
+        getattr(model, name).weight.data.copy_(vocabulary.head)
+    model.embed_tokens.weight.data.copy_(vocabulary.embedding)
+    fixed = torch.tensor(ANCHORS), torch.ones(len(ANCHORS), dtype=torch.bool)
+    monkeypatch.setattr(core, "select_anchors", lambda *_: fixed)
+    for layer in model.layers:
+        layer.self_attn.config._attn_implementation = "eager"
+    monkeypatch.setattr(model, "_create_mask_fn", lambda *a, **k: core.create_float_mask(*a, **k).to(torch.float32))
+    _, theirs, *_ = model._backbone_forward(**speculators_inputs(rows), max_anchors=len(ANCHORS))
+    ours = vocabulary.logits(hidden_states(drafter, vocabulary, rows, make_anchors([ANCHORS], 3)))
+    assert show(f"speculators logits of an export, {config.layers[0]}", ours, theirs) <= 1e-5 * float(
+        ours.detach().abs().max()
+    )

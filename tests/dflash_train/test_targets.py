@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import SIZES, gemma3, qwen3, qwen36, spread, tiny_config
 from torch import Tensor, nn
 
 from dflash_train.config import ConfigError, DrafterConfig, TargetConfig
@@ -13,43 +13,6 @@ from dflash_train.config_files import load_config
 from dflash_train.targets import Target, TargetError, load_target, tiny_model
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "vocab_size": 120,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-def qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**SIZES, head_dim=8, num_hidden_layers=6, use_sliding_window=False)
-    )
-
-
-def gemma3() -> nn.Module:
-    """Sliding window of 4 in five of six layers; scaled embedding, tied head."""
-    config = transformers.Gemma3TextConfig(**SIZES, head_dim=8, num_hidden_layers=6, sliding_window=4)
-    return transformers.Gemma3ForCausalLM(config)
-
-
-def qwen36(num_layers: int = 64) -> nn.Module:
-    """Layers of a Qwen3.6 27B (three GatedDeltaNet, one full, and so on), narrow."""
-    config = transformers.Qwen3_5TextConfig(
-        **SIZES, head_dim=16, num_hidden_layers=num_layers,
-        linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-    )  # fmt: skip
-    return transformers.Qwen3_5ForCausalLM(config)
-
-
-def spread(model: nn.Module) -> nn.Module:
-    """Random weights large enough for context to matter."""
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in sorted(model.named_parameters()):
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * (0.05 if "norm" in name else 0.2))
-    return model.eval()
 
 
 def packed(lengths: list[int], width: int) -> tuple[Tensor, Tensor, Tensor]:

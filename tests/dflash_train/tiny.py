@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_train.anchors import Anchors
 from dflash_train.blocks import Blocks, build_blocks
@@ -97,3 +101,50 @@ def hidden_states(drafter: Drafter, vocabulary: Vocabulary, rows: Rows, anchors:
     context = drafter.fuse(rows.taps)
     out: Tensor = drafter(vocabulary.embed(blocks.ids), context, blocks.positions, rows.positions, masks)
     return out
+
+
+def write_lines(path: Path, *records: object) -> Path:
+    path.write_bytes(b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in records))
+    return path
+
+
+def _transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+SIZES = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def qwen3() -> nn.Module:
+    return _transformers().Qwen3ForCausalLM(
+        _transformers().Qwen3Config(**SIZES, head_dim=8, num_hidden_layers=6, use_sliding_window=False)
+    )
+
+
+def gemma3() -> nn.Module:
+    """Sliding window of 4 in five of six layers; scaled embedding, tied head."""
+    config = _transformers().Gemma3TextConfig(**SIZES, head_dim=8, num_hidden_layers=6, sliding_window=4)
+    return _transformers().Gemma3ForCausalLM(config)
+
+
+def qwen36(num_layers: int = 64) -> nn.Module:
+    """Layers of a Qwen3.6 27B (three GatedDeltaNet, one full, and so on), narrow."""
+    config = _transformers().Qwen3_5TextConfig(
+        **SIZES, head_dim=16, num_hidden_layers=num_layers,
+        linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    return _transformers().Qwen3_5ForCausalLM(config)
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """Random weights large enough for context to matter."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in sorted(model.named_parameters()):
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * (0.05 if "norm" in name else 0.2))
+    return model.eval()
