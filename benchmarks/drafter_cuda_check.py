@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of the drafter: flex against the reference, recompiles, memory of the loss, one step.
+"""What only a CUDA device shows of the drafter: flex against the reference, recompiles, memory of the loss, one step.
 
 Run: `python -m benchmarks.drafter_cuda_check` (about a minute on one H200). Exits with 1 if a bound does not hold.
 """

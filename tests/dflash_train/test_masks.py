@@ -1,4 +1,5 @@
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -180,6 +181,30 @@ def test_eager_and_sdpa_agree_forward_and_backward(rule: str | None) -> None:
         results.append([hidden, *(p.grad for p in drafter.parameters())])
     for eager, sdpa in zip(*results, strict=True):
         torch.testing.assert_close(eager, sdpa, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling flex_attention for the CPU needs g++")
+def test_flex_equals_sdpa_and_one_graph_serves_all_layers_and_steps() -> None:
+    """SpecForge #477, attention-gym #159. Forward only: flex_attention has no backward on the CPU."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    changes: dict[str, object] = {
+        "head_dim": 16, "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6,
+    }  # fmt: skip
+    graphs = []
+    with torch.no_grad():
+        for seed in range(4):  # other documents, anchors and numbers of valid blocks in each step
+            anchors = make_anchors([ANCHORS[seed % 2][: 4 + seed], ANCHORS[1]], BLOCKS)
+            hidden = []
+            for backend in ("sdpa", "flex"):
+                config = tiny_config(attention=backend, **changes)
+                rows = make_rows([LENGTHS[seed % 2], LENGTHS[1]], ROW, config, seed=seed)
+                drafter = tiny_drafter(config)
+                hidden.append(hidden_states(drafter, tiny_vocabulary(config), rows, anchors))
+            torch.testing.assert_close(hidden[1], hidden[0], atol=2e-5, rtol=1e-4)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * 4
 
 
 def test_rows_without_any_valid_block_stay_finite() -> None:
