@@ -227,7 +227,7 @@ def check_step() -> None:
     }
     labels = torch.randint(0, config.vocab_size, (1, num_blocks, config.num_draft_tokens), device=DEVICE)
     print(
-        f"\none step at the size of Qwen3 8B: S {length}, {num_blocks} anchors of {config.block_size}, fused AdamW included"
+        f"\none step, size of Qwen3 8B: S {length}, {num_blocks} anchors of {config.block_size}, fused AdamW included"
     )
     for chunk in (512, 1024, 2048):
         loss_config = replace(run.loss, chunk_rows=chunk)

@@ -153,7 +153,7 @@ class Target:
         self._captured.states = {}
         try:
             final = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-            taps = torch.cat([self._captured.states[i] for i in self.layer_ids], dim=-1)
+            taps = torch.cat([final[..., :0], *(self._captured.states[i] for i in self.layer_ids)], dim=-1)
         finally:
             self._captured.states = None
         return TargetStates(taps=taps, final=final)
