@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dflash_train.conversations import DataError, Message
-from dflash_train.targets import model_place
+from dflash_train.model_files import model_place
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dflash_train.config import ConfigError
 from dflash_train.conversations import DataError
+from dflash_train.model_files import TargetError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,8 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for add in (_add_prepare, _add_regenerate, _add_export, _add_config):
         add(commands)
     options = parser.parse_args(arguments)
-    from dflash_train.targets import TargetError
-
     command: Callable[[argparse.Namespace], None] = options.command
     try:
         command(options)

@@ -34,8 +34,8 @@ def default_tap_layers(num_target_layers: int, num_taps: int) -> tuple[int, ...]
     Raises:
         ConfigError: fewer than one tap, or a target too shallow for that many different layers.
     """
-    _require(num_taps >= 1, f"num_taps must be at least 1, got {num_taps}")
-    _require(num_target_layers >= 1, f"num_target_layers must be at least 1, got {num_target_layers}")
+    _require(num_taps >= 1, f"drafter.num_taps must be at least 1, got {num_taps}")
+    _require(num_target_layers >= 1, f"drafter.num_target_layers must be at least 1, got {num_target_layers}")
     if num_taps == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4

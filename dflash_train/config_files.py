@@ -173,7 +173,7 @@ def _toml(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return json.dumps(value, ensure_ascii=True).replace("\x7f", "\\u007f")
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case tuple():
             return "[" + ", ".join(map(_toml, value)) + "]"
         case _:

@@ -15,18 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash_train.chat_tokenizers import ByteTokenizer
 from dflash_train.config import ConfigError, DrafterConfig, TargetConfig
+from dflash_train.model_files import TargetError, model_place
 from dflash_train.vocabulary import Vocabulary
 
 # `transformers` patches torch's initialisers and default dtype while it builds a model, for the whole process.
 _loading = threading.Lock()
-
-TINY_VOCAB = 264
-"""Rows of the `tiny` target: 256 bytes and the special tokens of `ByteTokenizer`, padded to a multiple of eight."""
-
-
-class TargetError(ValueError):
-    """A target that cannot be loaded or used; the message has its path and the next step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -243,26 +238,13 @@ def _load_model(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.M
     return model
 
 
-def model_place(path: Path) -> dict[str, str]:
-    """How `from_pretrained` is told of a local folder or a .gguf file.
-
-    Raises:
-        TargetError: there is neither.
-    """
-    if path.is_file() and path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if (path / "config.json").is_file():
-        return {"pretrained_model_name_or_path": str(path)}
-    raise TargetError(f"{path} is neither a folder with a config.json nor a .gguf file; models are read from disk only")
-
-
 def tiny_model(seed: int) -> nn.Module:
     """A random byte-level Qwen3 of six layers and width 64, certain enough of its next token to be learnt."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model: nn.Module = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=TINY_VOCAB,
+            vocab_size=ByteTokenizer.vocab_size,
             hidden_size=64,
             intermediate_size=128,
             num_hidden_layers=6,
@@ -280,6 +262,8 @@ def tiny_model(seed: int) -> nn.Module:
         # A strong embedding and head make the text depend on the last token or two; the layers add some context.
         std = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.8}.get(name, 0.15)
         parameter.data.normal_(0.0, std, generator=generator)
+    # What it must not write: a zero row loses against the best of 256 random ones.
+    model.get_parameter("lm_head.weight").data[list(ByteTokenizer.suppressed_ids)] = 0.0
     return model
 
 

@@ -15,9 +15,15 @@ from dflash_train.targets import Target
 
 
 def make_tiny_data(
-    target: Target, folder: Path, *, num_documents: int = 64, answer_tokens: int = 80, seed: int = 0
+    target: Target,
+    folder: Path,
+    *,
+    num_documents: int = 64,
+    answer_tokens: int = 80,
+    temperature: float = 0.5,
+    seed: int = 0,
 ) -> Manifest:
-    """Prepare `folder` with documents of a few random letters and the target's answer at temperature 0.5.
+    """Prepare `folder` with documents of a few random letters and the target's answer.
 
     A folder that exists is replaced.
     """
@@ -27,6 +33,6 @@ def make_tiny_data(
     lines = [json.dumps({"turns": ["".join(chr(97 + int(i)) for i in row)]}) for row in letters]
     prompts.write_text("\n".join(lines) + "\n", "utf-8")
     answers = folder.with_name(folder.name + ".answers.jsonl")
-    sampling = Sampling(temperature=0.5, max_new_tokens=answer_tokens, seed=seed)
+    sampling = Sampling(temperature=temperature, max_new_tokens=answer_tokens, seed=seed)
     regenerate([prompts], target, ByteTokenizer(), answers, sampling=sampling, batch_size=64, overwrite=True)
     return prepare([answers], ByteTokenizer(), folder, overwrite=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from dflash_train.config import ConfigError
-from dflash_train.drafter import Masks
+from dflash_train.drafter import Masks, attend
 from dflash_train.masks import dense_mask, flex_mask, visible_keys
 
 RULES = ["specforge", "speculators", "speculators-bidirectional", "modelopt"]
@@ -205,6 +205,26 @@ def test_flex_equals_sdpa_and_one_graph_serves_all_layers_and_steps() -> None:
             torch.testing.assert_close(hidden[1], hidden[0], atol=2e-5, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [graphs[0]] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_gets_queries_keys_and_values_of_the_models_own_type(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytorch #176025: flex_attention cannot compile a backward of mixed types, which RoPE in fp32 would make."""
+    seen: list[torch.dtype] = []
+
+    def recording(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
+        seen.extend(x.dtype for x in (query, key, value))
+        return attend(query, key, value, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dflash_train.drafter.attend", recording)
+    config = tiny_config()
+    drafter, vocabulary = tiny_drafter(config).to(dtype), tiny_vocabulary(config).to("cpu", dtype)
+    rows, anchors = make_rows(LENGTHS, ROW, config), make_anchors(ANCHORS, BLOCKS)
+    rows.taps = rows.taps.to(dtype)
+    assert hidden_states(drafter, vocabulary, rows, anchors).dtype == dtype
+    assert seen == [dtype] * 6
 
 
 def test_rows_without_any_valid_block_stay_finite() -> None:

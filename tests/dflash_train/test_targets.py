@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from dflash_train.config import ConfigError, DrafterConfig, TargetConfig
 from dflash_train.config_files import load_config
-from dflash_train.targets import Target, TargetError, load_target, tiny_model
+from dflash_train.model_files import TargetError
+from dflash_train.targets import Target, load_target, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
