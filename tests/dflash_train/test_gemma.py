@@ -98,7 +98,7 @@ class Overfit:
         self.states = target.states(rows.tokens, rows.documents, rows.positions)
         self.drafter = Drafter(config)
         everything = draw_anchors(rows.loss_mask, rows.documents, rows.document_numbers,
-                                  per_document=10**6, per_row=10**6 // 100, seed=0, step=0)  # fmt: skip
+                                  per_document=10**4, per_row=10**4, seed=0, step=0)  # fmt: skip
         count = int(everything.valid.sum(1).max())
         all_anchors = everything.positions[:, :count]
         self.held_out = torch.zeros_like(rows.loss_mask)
@@ -157,12 +157,14 @@ def test_a_drafter_learns_eight_real_samples_by_heart(target: Target, tokenizer:
     prepare([tmp_path / "answers.jsonl"], tokenizer, tmp_path / "data")
     documents = PackedDocuments(Documents(tmp_path / "data"), 128)
     torch.manual_seed(0)
-    run = Overfit(target, documents.batch(range(len(documents))), load_config("gemma3-270m").drafter)
+    # Two layers instead of the preset's four: a core without a GPU trains it in minutes.
+    drafter = load_config("gemma3-270m", ["drafter.num_layers=2", "drafter.intermediate_size=1024"]).drafter
+    run = Overfit(target, documents.batch(range(len(documents))), drafter)
     before = run.held_out_accuracy()
-    run.train(num_steps=400, per_row=12, negatives=4096)
+    run.train(num_steps=300, per_row=6, negatives=4096)
     accuracy, accepted, slots = run.held_out_accuracy()
     print(
-        f"\n  Gemma 3 270M, 8 samples, {slots} slots at anchors never drawn: accuracy {before[0]:.3f} -> {accuracy:.3f}, "
+        f"\n  Gemma 3 270M, 8 samples, {slots} slots at unseen anchors: accuracy {before[0]:.3f} -> {accuracy:.3f}, "
         f"accepted {before[1]:.2f} -> {accepted:.2f} of at most {slots / max(1, int(run.test.valid.sum())):.2f}"
     )
     assert accuracy > 0.95
