@@ -171,7 +171,7 @@ class TemplateTokenizer:
         try:
             turns = [{"role": m.role, "content": m.content} for m in messages]
             return self._tokenizer.apply_chat_template(turns, **self._args, **how)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:  # templates are programs, with errors of their own
             raise DataError(f"the chat template refuses the conversation: {error}") from error
 
     def _assistant_spans(self, messages: Sequence[Message], whole: str) -> list[tuple[int, int, int]]:

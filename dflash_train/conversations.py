@@ -104,7 +104,10 @@ def _messages(
         role = item.get(role_key)
         if not isinstance(role, str) or role not in roles:
             raise DataError(f"{place}: {where}.{role_key} must be one of {', '.join(roles)}, got {_shown(role)}")
-        messages.append(Message(roles[role], _text(item.get(content_key), f"{where}.{content_key}", place)))
+        content = item.get(content_key)
+        # A model may answer nothing; the turn is kept, since what follows was said after it.
+        empty = roles[role] == "assistant" and content == ""
+        messages.append(Message(roles[role], "" if empty else _text(content, f"{where}.{content_key}", place)))
     return tuple(messages)
 
 

@@ -145,8 +145,9 @@ _LayerRun = Callable[[DecoderLayer, Tensor, Tensor, Rotation, Mask, str], Tensor
 @functools.cache
 def _compiled_layer() -> _LayerRun:
     # One compile cache per device for all layers: their shapes are equal, only the mask differs between kinds. Made at
-    # the first use, since the import behind it takes seconds.
-    compiled: _LayerRun = compile(_run_layer, shared="dflash_train.drafter.layer", dynamic=False)
+    # the first use, since the import behind it takes seconds. A graph break would leave flex_attention uncompiled,
+    # which materialises all scores: better an error.
+    compiled: _LayerRun = compile(_run_layer, shared="dflash_train.drafter.layer", dynamic=False, fullgraph=True)
     return compiled
 
 

@@ -124,7 +124,7 @@ def block_loss(
     if config.needs_teacher and teacher is None:
         raise ConfigError("loss.kl, rkl, tv and lk compare with the target: pass its final hidden states as `teacher`")
     hidden = hidden.reshape(-1, slots, hidden.shape[-1])
-    labels, supervised = labels.view(-1, slots), supervised.view(-1, slots)
+    labels, supervised = labels.reshape(-1, slots), supervised.reshape(-1, slots)
     if teacher is not None and teacher_index is None:
         teacher = teacher.reshape(-1, teacher.shape[-1])
         teacher_index = torch.arange(labels.numel(), device=labels.device)

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from dflash_train.chat_tokenizers import ChatTokenizer
-from dflash_train.conversations import DataError, Message, Sample, read_samples
+from dflash_train.conversations import DataError, Message, read_samples
 from dflash_train.targets import Target
 
 
@@ -35,6 +36,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise DataError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 <= self.seed < 2**63:
+            raise DataError(f"seed must lie in 0 … 2**63-1, got {self.seed}")
         if self.max_new_tokens < 1:
             raise DataError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
 
@@ -61,7 +64,7 @@ def regenerate(
     Raises:
         DataError: bad input, or `output` was made with other settings.
     """
-    prompts = _read_prompts(inputs)
+    prompts, lengths = _read_prompts(inputs, tokenizer)
     settings = {
         "version": 1,
         "target": target.name,
@@ -71,7 +74,6 @@ def regenerate(
         **asdict(sampling),
     }
     done = _resume(output, settings, overwrite)
-    lengths = [len(tokenizer.encode_prompt(prompt[:1])) for prompt in prompts]
     written = 0
     with output.open("ab") as file:
         for number, batch in enumerate(
@@ -79,7 +81,9 @@ def regenerate(
         ):
             if number < done:
                 continue
-            conversations, finished = _answer(batch, prompts, target, tokenizer, sampling, seed=sampling.seed + number)
+            conversations, finished = _answer(
+                batch, prompts, target, tokenizer, sampling, _batch_seed(sampling.seed, number)
+            )
             lines = b""
             for index, messages, finish in zip(batch, conversations, finished, strict=True):
                 record = {
@@ -99,24 +103,31 @@ def regenerate(
     return written
 
 
-def _read_prompts(inputs: Sequence[Path]) -> list[list[Message]]:
-    """Per conversation, the turns that are given: everything but the assistant's, which must be answered in turn."""
-    prompts = []
+def _read_prompts(inputs: Sequence[Path], tokenizer: ChatTokenizer) -> tuple[list[list[Message]], list[int]]:
+    """Per conversation, the turns that are given (all but the assistant's, which are to be written) and the tokens up
+    to the first answer."""
+    prompts, lengths = [], []
     for path in inputs:
         for sample in read_samples(path):
             if isinstance(sample, DataError):
                 raise sample
-            prompts.append(_prompt(sample))
+            given = [message for message in sample.messages if message.role != "assistant"]
+            first = next((i for i, message in enumerate(given) if message.role == "user"), None)
+            if first is None:
+                raise DataError(f"{sample.place}: has no user turn to answer")
+            try:
+                lengths.append(len(tokenizer.encode_prompt(given[: first + 1])))
+            except DataError as error:
+                raise DataError(f"{sample.place}: {error}") from error
+            prompts.append(given)
     if not prompts:
         raise DataError(f"{', '.join(map(str, inputs))} has no prompt: no line at all")
-    return prompts
+    return prompts, lengths
 
 
-def _prompt(sample: Sample) -> list[Message]:
-    given = [message for message in sample.messages if message.role != "assistant"]
-    if not any(message.role == "user" for message in given):
-        raise DataError(f"{sample.place}: has no user turn to answer")
-    return given
+def _batch_seed(seed: int, batch: int) -> int:
+    """Unlike `seed + batch`, no batch of one seed draws as another batch of the next seed does."""
+    return int(np.random.Philox(key=seed, counter=[0, batch, 0, 2]).random_raw()) >> 1
 
 
 def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
@@ -144,17 +155,20 @@ def _resume(output: Path, settings: dict[str, Any], overwrite: bool) -> int:
         if not isinstance(earlier, dict) or earlier.get(name) != value:
             was = earlier.get(name) if isinstance(earlier, dict) else None
             raise DataError(f"{output} was made with {name} = {was!r}, now {value!r}; pass --overwrite or another -o")
-    # A line that was cut off in the middle has no end; the batch before the last complete one is whole for sure, and
-    # the last is whole if it has as many lines as planned, which only the caller knows: so the last batch is always
-    # written again.
-    lines = output.read_bytes().splitlines(keepends=True)
-    whole = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    done = max((record["batch"] for record in whole), default=0)
-    kept = b"".join(line for line, record in zip(lines, whole, strict=False) if record["batch"] < done)
+    # Only whole lines count. The last batch may lack lines, so it is always written again.
+    batches: list[tuple[int, bytes]] = []
+    for number, line in enumerate(output.read_bytes().splitlines(keepends=True), 1):
+        if line.endswith(b"\n"):
+            try:
+                batches.append((int(json.loads(line)["batch"]), line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{output}:{number}: not a line of ours; pass --overwrite or another -o") from error
+    done = max((batch for batch, _ in batches), default=0)
+    kept = b"".join(line for batch, line in batches if batch < done)
     unfinished = output.with_name(output.name + ".tmp")
     unfinished.write_bytes(kept)
     os.replace(unfinished, output)
-    return int(done)
+    return done
 
 
 def _answer(

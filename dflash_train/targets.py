@@ -194,17 +194,20 @@ class Target:
 
     @torch.no_grad()
     def _try_packing(self) -> bool:
-        """Two documents in a row: does the second one stay exactly as it is when the first one changes?"""
-        positions = torch.arange(8, device=self.device).repeat(2)[None]
-        first = (torch.arange(16, device=self.device)[None] * 7 + 1) % self._embedding.shape[0]
-        other = first.clone()
-        other[:, :8] = (other[:, :8] + 3) % self._embedding.shape[0]
-        before, after = self._run(first, positions), self._run(other, positions)
-        moved = not torch.equal(before.final[:, :8], after.final[:, :8])
-        still = torch.equal(before.final[:, 8:], after.final[:, 8:]) and torch.equal(
-            before.taps[:, 8:], after.taps[:, 8:]
-        )
-        return moved and still
+        """Two documents in each of two rows: do the second ones stay exactly as they are when the first ones change?"""
+        splits = (8, 5)
+        positions = torch.stack([torch.cat([torch.arange(n), torch.arange(16 - n)]) for n in splits]).to(self.device)
+        tokens = (torch.arange(32, device=self.device).view(2, 16) * 7 + 1) % self._embedding.shape[0]
+        changed = tokens.clone()
+        for row, split in enumerate(splits):
+            changed[row, :split] = (changed[row, :split] + 3) % self._embedding.shape[0]
+        before, after = self._run(tokens, positions), self._run(changed, positions)
+        for row, split in enumerate(splits):
+            moved = not torch.equal(before.final[row, :split], after.final[row, :split])
+            still = torch.equal(before.final[row, split:], after.final[row, split:])
+            if not (moved and still and torch.equal(before.taps[row, split:], after.taps[row, split:])):
+                return False
+        return True
 
 
 def load_target(config: TargetConfig, layer_ids: Sequence[int], device: torch.device | str = "cpu") -> Target:

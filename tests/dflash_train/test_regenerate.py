@@ -110,6 +110,21 @@ def test_several_turns_are_answered_in_turn_and_old_answers_dropped(tmp_path: Pa
     assert roles[1] == ["user", "assistant"]
 
 
+def test_a_line_of_another_program_is_not_continued(tmp_path: Path, target: Target) -> None:
+    path = run(tmp_path, target)
+    path.write_bytes(path.read_bytes() + b"[]\n")
+    with pytest.raises(DataError, match=r"out\.jsonl:6: not a line of ours"):
+        run(tmp_path, target)
+
+
+def test_an_empty_answer_is_kept_and_can_be_prepared(tmp_path: Path) -> None:
+    answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
+    more = [*answered, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+    path = write_lines(tmp_path / "in.jsonl", {"messages": answered}, {"messages": more})
+    manifest = prepare([path], ByteTokenizer(), tmp_path / "out")
+    assert (manifest.documents, manifest.dropped) == (1, {"no two supervised tokens in a row": 1})
+
+
 def test_other_settings_do_not_continue_a_file(tmp_path: Path, target: Target) -> None:
     run(tmp_path, target)
     with pytest.raises(DataError, match=r"was made with temperature = 0\.8, now 0\.9; pass --overwrite"):
