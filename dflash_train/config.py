@@ -48,7 +48,7 @@ def default_tap_layers(num_target_layers: int, num_taps: int) -> tuple[int, ...]
     return layers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TargetConfig:
     """Which language model is drafted for."""
 
@@ -62,7 +62,7 @@ class TargetConfig:
     """Seed of the `tiny` target's weights; unused otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
     """Shape of the drafter (DFlash, arXiv 2602.06036). Only `hidden_size` and `vocab_size` must be the target's."""
 
@@ -185,7 +185,7 @@ class DrafterConfig:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AnchorConfig:
     """Where blocks start."""
 
@@ -199,7 +199,7 @@ class AnchorConfig:
         _require(self.per_row >= 1, f"anchors.per_row must be at least 1, got {self.per_row}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
     """The training objective: a weighted sum of terms, each weighted again per slot. Formulas stand in `losses.py`."""
 
@@ -246,7 +246,7 @@ class LossConfig:
         return bool(self.kl or self.rkl or self.tv or self.lk)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Prepared documents and how they are put into rows."""
 
@@ -265,7 +265,7 @@ class DataConfig:
         _require(0 <= self.seed < 2**63, f"data.seed must lie in 0 … 2**63-1, got {self.seed}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """All settings of a run."""
 

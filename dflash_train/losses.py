@@ -132,15 +132,17 @@ def block_loss(
     weights = slot_weights(supervised, config)
     run_checkpointed = config.checkpoint != "off" and torch.is_grad_enabled() and hidden.requires_grad
 
-    def chunk_sums(hidden: Tensor, labels: Tensor, supervised: Tensor, weights: Tensor, rows: Tensor | None) -> Tensor:
+    def chunk_sums(
+        hidden: Tensor, labels: Tensor, supervised: Tensor, weights: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
         states = teacher[rows.flatten()] if config.needs_teacher and teacher is not None and rows is not None else None
         return _chunk_sums(hidden, labels, supervised, weights, states, vocabulary, config)
 
     blocks_per_chunk = max(1, config.chunk_rows // slots)
+    parts = [hidden, labels, supervised, weights] + ([] if rows is None else [rows])
     totals = hidden.new_zeros(5, dtype=torch.float32)
-    for start in range(0, labels.shape[0], blocks_per_chunk):
-        part = slice(start, start + blocks_per_chunk)
-        inputs = (hidden[part], labels[part], supervised[part], weights[part], None if rows is None else rows[part])
+    # Split, not sliced: the gradients of slices would each be padded to the size of the whole.
+    for inputs in zip(*(torch.split(part, blocks_per_chunk) for part in parts), strict=True):
         if run_checkpointed:
             # Nothing in a chunk draws random numbers.
             options = {"use_reentrant": config.checkpoint == "reentrant", "preserve_rng_state": False}

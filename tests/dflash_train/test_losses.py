@@ -209,6 +209,14 @@ def test_a_batch_without_supervised_slots_has_zero_loss_and_gradient(slots: Slot
         assert not gradient.any()
 
 
+def test_no_blocks_at_all_have_zero_loss(slots: Slots) -> None:
+    hidden, labels, supervised, vocabulary, teacher = slots
+    sums = block_loss(hidden[:0], labels[:0], supervised[:0], vocabulary, EVERYTHING, teacher[:0])
+    value, gradient = value_and_gradient(sums, hidden)
+    assert value == 0
+    assert not gradient.any()
+
+
 def test_what_an_unsupervised_slot_holds_does_not_matter(slots: Slots) -> None:
     hidden, labels, supervised, vocabulary, teacher = slots
     expected = value_and_gradient(block_loss(hidden, labels, supervised, vocabulary, EVERYTHING, teacher), hidden)
