@@ -106,10 +106,9 @@ class TemplateTokenizer:
     """A fast tokenizer of `transformers` and its chat template.
 
     Templates with `{% generation %}` say themselves what the assistant wrote. For the others the prompt before each
-    assistant
-    turn is rendered and looked for at the head of the whole: what follows it, up to the end of the message's text and
-    the special token there, was written by the assistant. A turn that the template rewrites (Qwen3 drops the thoughts
-    of earlier turns) is not found there and stays unsupervised, since the target never wrote it in that form.
+    assistant turn is rendered and looked for at the head of the whole: what follows it, up to the end of the message's
+    text and the special token there, was written by the assistant. A turn that the template rewrites (Qwen3 drops the
+    thoughts of earlier turns) is not found there and stays unsupervised: the target never wrote it in that form.
     """
 
     def __init__(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> None:

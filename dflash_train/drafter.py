@@ -200,7 +200,7 @@ class Drafter(nn.Module):
         return Masks(full=built.get(FULL), sliding=built.get(SLIDING))
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """The target's tapped states [R, S, K·H], taps in ascending layer order, to context features [R, S, H]."""
+        """The target's tapped states [R, S, K·H], in the order of `config.taps`, to context features [R, S, H]."""
         fused: Tensor = self.hidden_norm(self.fc(taps))
         return fused
 

@@ -91,7 +91,7 @@ def regenerate(
                     "index": index,
                     "batch": number,
                     "finish": finish,
-                    "target": target.name,
+                    "target": Path(target.name).name,
                     "temperature": sampling.temperature,
                     "seed": sampling.seed,
                 }

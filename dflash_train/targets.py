@@ -29,7 +29,7 @@ class TargetStates:
     """What a target hands to a drafter for packed rows. At padding the values are meaningless but finite."""
 
     taps: Tensor
-    """[R, S, K·H], outputs of the tapped layers side by side, in ascending order of layer."""
+    """[R, S, K·H], outputs of the tapped layers side by side, in the order in which the taps are listed."""
     final: Tensor
     """[R, S, H], after the final norm: the head's input, hence the teacher."""
 
@@ -51,7 +51,7 @@ class Target:
         beyond = [i for i in layer_ids if not 0 <= i < len(self._layers)]
         if beyond:
             raise TargetError(f"{name} has layers 0 … {len(self._layers) - 1}, but {beyond} are to be tapped")
-        self.layer_ids = tuple(sorted(layer_ids))
+        self.layer_ids = tuple(layer_ids)
         self._captured = threading.local()
         for i in set(layer_ids):
             self._layers[i].register_forward_hook(self._capture(i))
@@ -133,7 +133,7 @@ class Target:
                 f"drafter.mask_token_id is {drafter.mask_token_id}, but the embedding of {self.name} has "
                 f"{vocabulary.embedding.shape[0]} rows; take a row that no text uses, never resize the embedding"
             )
-        if tuple(sorted(drafter.taps)) != self.layer_ids:
+        if drafter.taps != self.layer_ids:
             raise ConfigError(f"drafter taps layers {drafter.taps}, but {self.name} was loaded to tap {self.layer_ids}")
 
     def _capture(self, layer: int) -> Any:

@@ -73,6 +73,14 @@ def test_packed_documents_are_as_if_alone(make: Callable[[], nn.Module], taps: t
     assert not torch.allclose(changed.taps[:, :9], together.taps[:, :9], atol=1e-2)
 
 
+def test_taps_stand_in_the_order_in_which_they_are_listed() -> None:
+    """As z-lab reads `target_layer_ids`; fc's columns were trained in that order."""
+    model = spread(qwen3())
+    states = Target(model, (3, 1)).states(*packed([9], 9))
+    ascending = Target(model, (1, 3)).states(*packed([9], 9))
+    assert torch.equal(states.taps, torch.cat(ascending.taps.chunk(2, dim=-1)[::-1], dim=-1))
+
+
 def test_a_recurrent_target_is_found_to_need_a_row_per_document() -> None:
     assert not Target(spread(qwen36(8)), (1, 5)).packs_documents
     assert Target(spread(qwen3()), (1, 3)).packs_documents
