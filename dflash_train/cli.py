@@ -1,0 +1,181 @@
+"""`python -m dflash_train`: prepare, regenerate, export, config. Data on stdout, talk on stderr; 0 done, 2 could
+not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_train.config import ConfigError
+from dflash_train.conversations import DataError
+from dflash_train.model_files import TargetError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="dflash-train", description="Train DFlash drafters for speculative decoding.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_prepare, _add_regenerate, _add_export, _add_config):
+        add(commands)
+    options = parser.parse_args(arguments)
+    command: Callable[[argparse.Namespace], None] = options.command
+    try:
+        command(options)
+    except (ConfigError, DataError, TargetError) as error:
+        print(f"dflash-train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_prepare(commands: Any) -> None:
+    parser = commands.add_parser("prepare", help="tokenize conversations into a folder that can be trained on")
+    parser.set_defaults(command=_prepare)
+    parser.add_argument("--input", nargs="+", type=Path, required=True, metavar="FILE", help="JSONL files")
+    _add_tokenizer(parser, required=True)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=32768, help="longer samples are bad input (%(default)s)"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="count bad lines and go on")
+    parser.add_argument("--overwrite", action="store_true")
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    from dflash_train.chat_tokenizers import load_tokenizer
+    from dflash_train.prepare import prepare
+
+    manifest = prepare(
+        options.input,
+        load_tokenizer(options.tokenizer, options.template, dict(options.template_arg)),
+        options.output,
+        max_tokens=options.max_tokens,
+        skip_bad=options.skip_bad,
+        overwrite=options.overwrite,
+        report=lambda message: print(f"dflash-train: skipped {message}", file=sys.stderr),
+    )
+    dropped = "".join(f", dropped {count} ({reason})" for reason, count in manifest.dropped.items())
+    print(
+        f"{options.output}: {manifest.documents} documents, {manifest.tokens} tokens, "
+        f"{manifest.supervised_tokens} supervised{dropped}"
+    )
+
+
+def _add_regenerate(commands: Any) -> None:
+    parser = commands.add_parser("regenerate", help="let the target write the answers")
+    parser.set_defaults(command=_regenerate)
+    parser.add_argument(
+        "--input", nargs="+", type=Path, required=True, metavar="FILE", help="JSONL files with user turns"
+    )
+    parser.add_argument("--target", required=True, metavar="DIR|GGUF|tiny", help="the model that answers")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="JSONL, continued if unfinished"
+    )
+    _add_tokenizer(parser, required=False)
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 for greedy (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=_positive, default=1024, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=_positive, default=32, help="prompts at once (%(default)s)")
+    parser.add_argument("--device", default=None, help="such as cuda:0 (a GPU if there is one)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python that comes with the model")
+    parser.add_argument("--overwrite", action="store_true")
+
+
+def _regenerate(options: argparse.Namespace) -> None:
+    import torch
+
+    from dflash_train.chat_tokenizers import load_tokenizer
+    from dflash_train.config import TargetConfig
+    from dflash_train.regenerate import Sampling, regenerate
+    from dflash_train.targets import load_target
+
+    sampling = Sampling(temperature=options.temperature, max_new_tokens=options.max_new_tokens, seed=options.seed)
+    source = options.tokenizer or ("bytes" if options.target == "tiny" else options.target)
+    tokenizer = load_tokenizer(source, options.template, dict(options.template_arg))
+    settings = TargetConfig(path=options.target, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = load_target(settings, (), device)
+    written = regenerate(
+        options.input,
+        target,
+        tokenizer,
+        options.output,
+        sampling=sampling,
+        batch_size=options.batch_size,
+        overwrite=options.overwrite,
+    )
+    print(f"{options.output}: {written} conversations written")
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser("export", help="write a drafter in a format that servers read")
+    parser.set_defaults(command=_export)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of one of its steps")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--format", choices=["z-lab", "speculators"], required=True)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--verifier", metavar="NAME", help="name under which servers find the target (speculators)")
+    parser.add_argument("--overwrite", action="store_true")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from dflash_train.export import export_run
+
+    export_run(
+        options.run,
+        options.output,
+        format=options.format,
+        dtype=options.dtype,
+        verifier=options.verifier,
+        overwrite=options.overwrite,
+    )
+    print(f"{options.output}: {options.format} format, {options.dtype}")
+
+
+def _add_config(commands: Any) -> None:
+    parser = commands.add_parser("config", help="print a preset or file with every setting resolved")
+    parser.set_defaults(command=_config)
+    parser.add_argument("source", metavar="PRESET|FILE")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=V", help="override a setting; may be repeated"
+    )
+
+
+def _config(options: argparse.Namespace) -> None:
+    from dflash_train.config_files import dump_config, load_config
+
+    print(dump_config(load_config(options.source, options.set)), end="")
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--tokenizer", required=required, metavar="DIR|GGUF|bytes", help="a model's folder or file")
+    parser.add_argument("--template", metavar="FILE|plain", help="a chat template instead of the tokenizer's own")
+    parser.add_argument(
+        "--template-arg",
+        action="append",
+        default=[],
+        type=_name_and_value,
+        metavar="NAME=VALUE",
+        help="passed to the template, such as enable_thinking=false; may be repeated",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _name_and_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
