@@ -12,6 +12,7 @@ from typing import Any
 
 from compile_guard import waits
 from compile_guard.findings import Finding, GuardError, findings, other_thread, this_thread
+from compile_guard.tracing import TRACE_LOCK
 
 RESET_WAIT_S = 60.0
 """How long `reset` waits for compiled calls to end before it gives up."""
@@ -148,8 +149,8 @@ class Gate:
 
     def pass_through(self, caller: FrameType | None) -> None:
         """Wait, counted as outside, while the gate is closed; calls nested in another compiled call, and those of the
-        thread that closed it, pass."""
-        if threading.get_ident() == self._closer or _holds(caller, RETRYING_CODES.__contains__):
+        thread that closed it or holds the trace lock, pass."""
+        if not self.is_closed_for_me() or _holds(caller, RETRYING_CODES.__contains__):
             return
         while _gate_closed:
             _running.pop()
@@ -170,7 +171,8 @@ class Gate:
 
     def is_closed_for_me(self) -> bool:
         """Whether the calling thread has to wait before a compiled call."""
-        return _gate_closed and threading.get_ident() != self._closer
+        # The closer will want the trace lock: who holds it goes on, and ends its call before it gives the lock back.
+        return _gate_closed and threading.get_ident() != self._closer and not TRACE_LOCK.owned()
 
     def _is_open(self, span: float) -> bool:
         return self._opened.wait_for(lambda: not _gate_closed, span)

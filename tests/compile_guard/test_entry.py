@@ -167,6 +167,29 @@ def test_calls_nested_in_a_running_one_pass_the_closed_gate(guard: Any, puppet: 
     resetting.result()
 
 
+def test_a_call_made_inside_a_trace_passes_the_closed_gate(guard: Any, puppet: MakePuppet) -> None:
+    """The reset waits for the trace lock: a holder that waited for the reset would wait for ever."""
+    for compiler in (torch.compile, compile_guard.compile):
+        compiled = compiler(step, backend="eager")
+        compiled(x)
+        tracing, go_on = threading.Event(), threading.Event()
+
+        def trace(compiled: Any = compiled, tracing: Any = tracing, go_on: Any = go_on) -> torch.Tensor:
+            with compile_guard.exclusive():
+                tracing.set()
+                wait(go_on)
+                return compiled(x)
+
+        tracer, resetter = puppet(), puppet()
+        task = tracer.start(trace)
+        wait(tracing)
+        resetting = resetter.start(torch._dynamo.reset)
+        until(lambda resetter=resetter: resetter.ident in compile_guard.waits.waiting(), "the reset to wait for the lock")
+        go_on.set()
+        assert torch.equal(task.result(), step(x))
+        resetting.result()
+
+
 def test_two_resets_at_once_both_end(guard: Any, puppet: MakePuppet) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
