@@ -25,7 +25,7 @@ from compile_guard.activation_checkpoint import Block, Tape, thread_safe_checkpo
 from compile_guard.entry import RETRYING_CODES, counted_entry, gate
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.patching import Patches
-from compile_guard.single_flight import DynamoFrame, SingleFlight
+from compile_guard.single_flight import DynamoFrame, SingleFlight, is_converting
 from compile_guard.tracing import TRACE_LOCK
 
 if TYPE_CHECKING:
@@ -831,7 +831,8 @@ def _modes_lifted(patches: Patches) -> None:
                 _python_dispatch._pop_mode()
                 _active.lifted = True
                 _active.state = torch.random.get_rng_state()
-            elif not compiled and _active.lifted:
+            elif not compiled and _active.lifted and not is_converting():
+                # (What Dynamo disables while it compiles works on fake tensors, which are none of the block's.)
                 _python_dispatch._push_mode(modes[-1])
                 _active.lifted = False
                 if not torch.equal(_active.state, torch.random.get_rng_state()):
