@@ -20,9 +20,12 @@ RESET_WAIT_S = 60.0
 _POLL_S = 0.01
 """How often a waiting `reset` looks: a call that ends tells nobody, that would cost every warm call."""
 
-_STALE_LOOKS = 100
-"""Looks in a row that find no compiled call on any stack, after which a count that is not zero is known to be left over by
-an exception that arrived between two lines (KeyboardInterrupt)."""
+_LOOK_EVERY = 20
+"""Which of its looks go to the stacks of other threads, while calls are counted that have not ended."""
+
+_STALE_LOOKS = 5
+"""Such looks in a row that find no compiled call on any stack, after which a count that is not zero is known to be left over
+by an exception that arrived between two lines (KeyboardInterrupt)."""
 
 
 class RetryCompiledCall(BaseException):
@@ -220,7 +223,8 @@ class Gate:
                 self._opened.notify_all()
 
     def _drain(self, me: int, is_compiled_call: Callable[[CodeType], bool], timeout: float) -> None:
-        looks_without_a_call = 0
+        num_looks = num_looks_without_a_call = 0
+        seen: frozenset[int] = frozenset()
 
         def on_a_stack() -> frozenset[int]:
             frames = sys._current_frames()
@@ -231,36 +235,49 @@ class Gate:
             )
 
         def all_ended() -> bool:
-            nonlocal looks_without_a_call
-            seen = on_a_stack()
-            looks_without_a_call = 0 if seen else looks_without_a_call + 1
-            if looks_without_a_call > _STALE_LOOKS:
-                _running.clear()
+            nonlocal num_looks, num_looks_without_a_call, seen
+            num_looks += 1
+            # Looking at another thread's frames keeps what they hold alive, to be freed by this thread: torch up to 2.9
+            # loses the attributes of fake tensors by that. So look seldom, and not at a thread that traces.
+            if _running and num_looks % _LOOK_EVERY != 1:
+                return False
+            if not TRACE_LOCK.core.acquire(blocking=False):
+                return False
+            try:
+                seen = on_a_stack()
+            finally:
+                TRACE_LOCK.core.release()
+            if seen:
+                num_looks_without_a_call = 0
+            elif _running:
+                num_looks_without_a_call += 1
+                if num_looks_without_a_call >= _STALE_LOOKS:
+                    _running.clear()
             return not _running and not seen
 
         if all_ended():
             return
-        inside = on_a_stack()
-        findings.report(
-            Finding(
-                code="reset-under-load",
-                subject="torch._dynamo.reset",
-                title="reset was called while compiled functions run in other threads",
-                now=this_thread("calls reset"),
-                other=other_thread(min(inside, default=None), "is inside a compiled call"),
-                shared="the caches of every code object, which torch frees without asking who walks them (pytorch#195355)",
-                consequence="a segmentation fault or heap corruption",
-                fix="keep compile_guard.install(), or stop the threads before a reset",
-                prevented=True,
+        if _running or seen:
+            findings.report(
+                Finding(
+                    code="reset-under-load",
+                    subject="torch._dynamo.reset",
+                    title="reset was called while compiled functions run in other threads",
+                    now=this_thread("calls reset"),
+                    other=other_thread(min(seen, default=None), "is inside a compiled call"),
+                    shared="the caches of every code object, which torch frees without asking who walks them (pytorch#195355)",
+                    consequence="a segmentation fault or heap corruption",
+                    fix="keep compile_guard.install(), or stop the threads before a reset",
+                    prevented=True,
+                )
             )
-        )
         nobody_announces_it = threading.Event()
 
         def wait_and_look(span: float) -> bool:
             nobody_announces_it.wait(span)
             return all_ended()
 
-        if not waits.wait_for(wait_and_look, "compiled calls to end", on_a_stack, timeout=timeout, slice_s=_POLL_S):
+        if not waits.wait_for(wait_and_look, "compiled calls to end", lambda: seen, timeout=timeout, slice_s=_POLL_S):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             stuck = ", ".join(names.get(ident, str(ident)) for ident in sorted(on_a_stack()))
             raise GuardError(
