@@ -190,6 +190,35 @@ def test_a_call_made_inside_a_trace_passes_the_closed_gate(guard: Any, puppet: M
         resetting.result()
 
 
+def test_a_disabled_function_and_a_backward_pass_the_closed_gate(guard: Any, puppet: MakePuppet) -> None:
+    """They walk no cache, and somebody inside a compiled call may wait for them."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    @torch._dynamo.disable
+    def stand() -> None:
+        inside.set()
+        wait(go_on)
+
+    def long_step(x: torch.Tensor) -> torch.Tensor:
+        stand()
+        return x.sin()
+
+    runner, resetter, other = puppet(), puppet(), puppet()
+    leaf = x.clone().requires_grad_()
+    trained = torch.compile(lambda x: x.sin() * x, backend="aot_eager")
+    trained(leaf).sum().backward()  # its backward is compiled now
+    loss = trained(leaf).sum()
+    running = runner.start(torch.compile(long_step, backend="eager"), x)
+    wait(inside)
+    resetting = resetter.start(torch._dynamo.reset)
+    until(lambda: resetter.ident in compile_guard.waits.waiting(), "the reset to wait")
+    assert other.start(torch._dynamo.disable(lambda: 7)).result(20) == 7
+    other.start(loss.backward).result(20)
+    go_on.set()
+    running.result()
+    resetting.result()
+
+
 def test_two_resets_at_once_both_end(guard: Any, puppet: MakePuppet) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
