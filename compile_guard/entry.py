@@ -277,7 +277,10 @@ class Gate:
             nobody_announces_it.wait(span)
             return all_ended()
 
-        if not waits.wait_for(wait_and_look, "compiled calls to end", lambda: seen - self._parked, timeout=timeout, slice_s=_POLL_S):
+        ended = waits.wait_for(
+            wait_and_look, "compiled calls to end", lambda: seen - self._parked, timeout=timeout, slice_s=_POLL_S
+        )
+        if not ended:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             stuck = ", ".join(names.get(ident, str(ident)) for ident in sorted(on_a_stack()))
             raise GuardError(

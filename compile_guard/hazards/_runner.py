@@ -279,8 +279,13 @@ def run_table(arguments: argparse.Namespace) -> int:
         rows = list(pool.map(both, catalogue().values()))
     if arguments.json:
         entries = [
-            {"id": hazard.id, "name": hazard.name, "title": hazard.title, "outcome": hazard.outcome}
-            | {"bare": _cell(hazard, bare), "guarded": _cell(hazard, guarded), "affected": bare.affected}
+            {
+                "id": hazard.id,
+                "name": hazard.name,
+                "affected": bare.affected,
+                "bare": _cell(hazard, bare),
+                "guarded": _cell(hazard, guarded),
+            }
             for hazard, bare, guarded in rows
         ]
         print(json.dumps({"torch": rows[0][1].torch, "machine": machine(), "entries": entries}, indent=1))
