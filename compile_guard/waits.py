@@ -26,6 +26,8 @@ class Wait:
     holders: Callable[[], frozenset[int]]
     since: float
     """`time.monotonic()` of its start."""
+    is_bounded: bool
+    """It ends by itself, at its timeout: who waits for this thread does not wait for ever."""
 
 
 _waits: dict[int, Wait] = {}
@@ -46,7 +48,7 @@ def _cycle(me: int, holders: frozenset[int]) -> list[int] | None:
         while current != me:
             wait = _waits.get(current)
             # Only a wait for one thread is a dead end; with several holders any of them may end it.
-            ahead = wait.holders() if wait is not None else frozenset()
+            ahead = wait.holders() if wait is not None and not wait.is_bounded else frozenset()
             if len(ahead) != 1:
                 break
             current = next(iter(ahead))
@@ -61,14 +63,14 @@ def _cycle(me: int, holders: frozenset[int]) -> list[int] | None:
 
 
 @contextmanager
-def recorded(subject: str, holders: Callable[[], frozenset[int]]) -> Iterator[Wait]:
+def recorded(subject: str, holders: Callable[[], frozenset[int]], *, is_bounded: bool) -> Iterator[Wait]:
     """Record the calling thread's wait for the length of the block.
 
     Raises:
         DeadlockError: the threads that could end the wait already wait, at the end of the chain, for the caller.
     """
     me = threading.get_ident()
-    wait = Wait(subject, holders, time.monotonic())
+    wait = Wait(subject, holders, time.monotonic(), is_bounded)
     with _waits_lock:
         cycle = _cycle(me, holders())
         outer = _waits.get(me)
@@ -110,7 +112,7 @@ def wait_for(
         DeadlockError: the wait would close a cycle.
         FindingError: it stalled, and the mode is `raise`.
     """
-    with recorded(subject, holders) as wait:
+    with recorded(subject, holders, is_bounded=timeout is not None) as wait:
         deadline = None if timeout is None else wait.since + timeout
         next_report = wait.since + STALL_S
         while True:

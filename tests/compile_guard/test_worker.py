@@ -187,7 +187,7 @@ def test_worker_that_starts_waiting_for_the_lock_of_its_joiner_is_refused(guard:
     with compile_guard.exclusive():
         worker.start()
         with pytest.raises(DeadlockError, match="would wait for the trace lock for ever"):
-            worker.join(60)
+            worker.join()
     assert joined.is_set()
     torch.fx.symbolic_trace(lambda x: x + 1)
 
