@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dflash_train._compile import compile
+from compile_guard import compile
 from dflash_train.anchors import Anchors
 from dflash_train.blocks import Blocks
 from dflash_train.config import FULL, SLIDING, DrafterConfig

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_train._compile import checkpoint
+from compile_guard import checkpoint
 from dflash_train.config import ConfigError, LossConfig
 from dflash_train.vocabulary import Vocabulary
 
