@@ -43,7 +43,7 @@ _running: list[None] = []
 _gate_closed = False
 
 
-class once_more:
+class once_more:  # noqa: N801 - reads as a statement
     """The second attempt of a call that was asked to retry. There is no third: what then misses is compiled."""
 
     def __enter__(self) -> None:
