@@ -26,9 +26,9 @@ def _show(form: str, unit: str = "") -> dict[str, str]:
 class StepRecord:
     """One step. The printed line has these fields in this order, and `metrics.jsonl` has them under their names."""
 
-    step: int = dataclasses.field(metadata=_show("{:06d}"))
+    step: int
     """Steps done."""
-    steps: int = dataclasses.field(metadata=_show("{}"))
+    steps: int
     """Of the whole run."""
     loss: float = dataclasses.field(metadata=_show("{:.4f}"))
     """Of all drafters, all batches of the step."""
@@ -60,8 +60,8 @@ class StepRecord:
 
     def line(self) -> str:
         """The fields, aligned, with their names."""
-        width = len(str(self.steps))
-        parts = [f"step {self.step:0{width}d}/{self.steps}"]
+        width = max(5, len(str(self.steps)))
+        parts = [f"step {self.step:0{width}d}/{self.steps:0{width}d}"]
         for field in dataclasses.fields(self)[2:]:
             parts.append(f"{field.name} {field.metadata['form'].format(getattr(self, field.name))}{field.metadata['unit']}")
         return " | ".join(parts)

@@ -1,10 +1,10 @@
 import sys
 from pathlib import Path
 
-# The tests share builders of tiny models and rows in `tiny.py`, beside them.
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
 
-import pytest  # noqa: E402
+# The tests share builders of tiny models and rows in `tiny.py` and runs in `runs.py`, beside them.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
