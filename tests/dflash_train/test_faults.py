@@ -50,23 +50,24 @@ def nth(number: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "error", "thread"),
+    ("owner", "method", "calls", "error", "thread"),
     [
-        (Source, "batch", DataError("shard-00000.safetensors cannot be read"), "reader"),
-        (Target, "states", RuntimeError("target broke"), "target"),
-        (Replica, "accumulate", ValueError("drafter broke"), "drafter"),
-        (Replica, "accumulate", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "drafter"),
-        (Replica, "accumulate", SystemExit(3), "drafter"),
+        # Late enough for a step to be over: the reader is ten batches ahead at most.
+        (Source, "batch", 15, DataError("shard-00000.safetensors cannot be read"), "reader"),
+        (Target, "states", 9, RuntimeError("target broke"), "target"),
+        (Replica, "accumulate", 9, ValueError("drafter broke"), "drafter"),
+        (Replica, "accumulate", 9, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "drafter"),
+        (Replica, "accumulate", 9, SystemExit(3), "drafter"),
     ],
 )
 def test_a_failing_thread_ends_the_run_with_its_cause_and_after_saving(
-    owner: type, method: str, error: BaseException, thread: str, tiny_data: Path, tmp_path: Path
+    owner: type, method: str, calls: int, error: BaseException, thread: str, tiny_data: Path, tmp_path: Path
 ) -> None:
     small_run(tiny_data, tmp_path / "unbroken", *TOPOLOGY)
     before = set(threading.enumerate())
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        failing(owner, method, nth(9), error, patch)
+        failing(owner, method, nth(calls), error, patch)
         with pytest.raises(TrainingError) as caught:
             small_run(tiny_data, tmp_path / "run", *TOPOLOGY)
     assert time.monotonic() - began < LIMIT_S
@@ -133,7 +134,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(
     tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, lambda step: step >= 3)
-    with pytest.raises(TrainingError, match="after step 6: FloatingPointError: 3 steps in a row had gradients that are not finite"):
+    with pytest.raises(TrainingError, match="after step 6: FloatingPointError: 3 steps in a row had gradients that"):
         small_run(tiny_data, tmp_path / "run", *TOPOLOGY, "train.max_bad_steps=3", "train.save_every=3")
     assert same_bits(weights_of(tmp_path / "run", 3), weights_of(tmp_path / "run", 6))
 
