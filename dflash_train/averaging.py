@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 HOST_TIMEOUT = timedelta(minutes=10)
 """How long a host waits for the others: it covers a compile that only they must do."""
@@ -31,7 +32,12 @@ class Hosts:
             return
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-            dist.init_process_group(backend, timeout=HOST_TIMEOUT)
+            store, rank, size = next(rendezvous("env://", timeout=HOST_TIMEOUT))
+            # torchrun keeps its store when it restarts workers: addresses of dead ones would be read, and waited for
+            # (pytorch #135712).
+            life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"life-{life}", store)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=HOST_TIMEOUT)
             self._started = True
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._writers = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)

@@ -12,7 +12,7 @@ import pytest
 from runs import SMALL, column, largest_difference, same_bits, small_run, weights_of
 from test_resume import all_state
 
-LIMIT_S = 240
+LIMIT_S = 90
 SCRIPT = """
 import os, signal, sys
 from dflash_train import cli, trainer
@@ -31,6 +31,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def torchrun(data: Path, run: Path, *settings: str, die_at: int = -1, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    """Two processes; the second one kills itself in step `die_at` of its first life."""
     script = run.with_suffix(".py")
     script.write_text(SCRIPT)
     overrides = [f"--set={setting}" for setting in (f"data.path={data}", *SMALL, *settings)]
