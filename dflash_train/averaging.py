@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from dflash_train.config import ConfigError
+
 HOST_TIMEOUT = timedelta(minutes=10)
 """How long a host waits for the others: it covers a compile that only they must do."""
 
@@ -54,7 +56,7 @@ class Hosts:
         """Whether all hosts have the same number of something.
 
         Raises:
-            ValueError: they do not; the message lists what each has.
+            ConfigError: they do not; the message lists what each has.
         """
         if self.size == 1:
             return
@@ -62,7 +64,7 @@ class Hosts:
         values[self.rank] = value
         self.sum([values])
         if len(set(values.tolist())) > 1:
-            raise ValueError(f"all hosts need the same {what}, but ranks 0 … {self.size - 1} have {values.tolist()}")
+            raise ConfigError(f"all hosts need the same {what}, but ranks 0 … {self.size - 1} have {values.tolist()}")
 
     def wait(self) -> None:
         """Wait until every host is here."""

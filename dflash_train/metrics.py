@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import IO, Any, Protocol
 
 import torch
 
+from dflash_train.config import ConfigError
 from dflash_train.pipeline import Clock
 
 METRICS = "metrics.jsonl"
@@ -88,8 +90,9 @@ class JsonLines:
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append the record."""
-        self._file.write(json.dumps(record) + "\n")
+        """Append the record; a number that is not finite, for which JSON has no word, as null."""
+        shown = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._file.write(json.dumps(shown) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -153,12 +156,12 @@ def open_logger(name: str, run: Path, config: Mapping[str, Any]) -> Logger:
     """`tensorboard`, `trackio` or `wandb`.
 
     Raises:
-        ImportError: its package is not installed; the message has the command.
+        ConfigError: its package is not installed; the message has the command.
     """
     try:
         return TensorBoard(run) if name == "tensorboard" else Tracker(name, run, config)
     except ImportError as error:
-        raise ImportError(f"--log {name} needs that package: pip install {name}") from error
+        raise ConfigError(f"--log {name} needs that package: pip install {name}") from error
 
 
 def peak_memory_gib(devices: Sequence[torch.device]) -> float:
@@ -196,8 +199,14 @@ def summarise(run: Path, clocks: Sequence[Clock], findings: Sequence[str], repor
     records = _lines(run / METRICS)
     table = time_table(clocks)
     write_timeline(clocks, run / "timeline.trace.json")
+    accept = [record["accept"] for record in records]
+    first, last = accept[:1], accept[-10:]
     summary = {"last": records[-1] if records else {}, "seconds": table, "findings": list(findings)}
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
+    report(
+        f"acceptance, teacher-forced: {sum(last) / max(1, len(last)):.2f} drafts a block over the last {len(last)} steps; "
+        f"untrained, at the first step: {sum(first):.2f}. Findings after the warm-up: {', '.join(findings) or 'none'}"
+    )
     for name, seconds in table.items():
         total = max(1e-9, sum(seconds.values()))
         spent = ", ".join(f"{kind} {span:.1f} s ({span / total:.0%})" for kind, span in sorted(seconds.items()))
@@ -218,7 +227,8 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path) -> bool:
     steps = [record["step"] for record in records]
     names = {"loss": "loss", "accept": "accepted drafts a block (teacher-forced)", "drafter_tok_s": "tokens a second"}
     for axes, (name, title) in zip(figure.subplots(1, 3), names.items(), strict=True):
-        axes.plot(steps, [record[name] for record in records], linewidth=1)
+        # What was not finite stands as null, and is a gap.
+        axes.plot(steps, [math.nan if record[name] is None else record[name] for record in records], linewidth=1)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("step", fontsize=8)
     figure.savefig(path, dpi=120)

@@ -124,6 +124,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     outcome = small_run(tiny_data, tmp_path / "run", *settings)
     assert outcome.progress.bad_steps == 2
     assert column(tmp_path / "run", "bad_steps") == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert [norm is None for norm in column(tmp_path / "run", "grad_norm")] == [i in (2, 5) for i in range(8)]
     if mode == "gradients":
         assert same_bits(weights_of(tmp_path / "run", 2), weights_of(tmp_path / "run", 3))
     assert not same_bits(weights_of(tmp_path / "run", 3), weights_of(tmp_path / "run", 4))
