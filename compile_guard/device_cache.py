@@ -61,17 +61,25 @@ class DeviceCache:
     def __init__(self, function: types.FunctionType, options: CompileOptions) -> None:
         self.function = function
         self.options = options
-        self.by_device: dict[torch.device, Callable[..., Any]] = {}
+        self._compiled: dict[torch.device, Callable[..., Any]] = {}
         self._codes: dict[torch.device, types.CodeType] = {}
+        self._bindings: weakref.WeakSet[_Bound] = weakref.WeakSet()
         self._lock = threading.Lock()
         _caches.add(self)
 
-    def compiled_for(self, device: torch.device) -> Callable[..., Any]:
-        """The compiled clone for a device, made at its first call. Nothing is compiled here."""
+    def bound(self, arguments: tuple[Any, ...]) -> _Bound:
+        """The compiled clones with `arguments` in front of those of a call, by device, each made where it is missing."""
+        binding = _Bound(self, arguments)
+        with self._lock:
+            self._bindings.add(binding)
+        return binding
+
+    def bind(self, binding: _Bound, device: torch.device) -> Callable[..., Any]:
+        """The compiled clone for a device, made at its first call, entered into `binding`. Nothing is compiled here."""
         import torch
 
         with self._lock:
-            compiled = self.by_device.get(device)
+            compiled = self._compiled.get(device)
             if compiled is None:
                 clone = clone_function(self.function, f"{device.type}{'' if device.index is None else device.index}")
                 if self.options.recompile_limit is not None:
@@ -80,8 +88,10 @@ class DeviceCache:
                 # The dispatcher counts the call itself; torch's own wrapper is enough behind it.
                 compiled = getattr(compiled, "_compile_guard_inner", compiled)
                 self._codes[device] = clone.__code__
-                self.by_device[device] = compiled
-            return compiled
+                self._compiled[device] = compiled
+            arguments = binding.arguments
+            binding[device] = functools.partial(compiled, *arguments) if arguments else compiled
+            return binding[device]
 
     def info(self) -> dict[torch.device, CacheInfo]:
         """The state of each device's cache."""
@@ -92,9 +102,25 @@ class DeviceCache:
     def retire(self, device: torch.device | None) -> None:
         """Forget a device's clone, or every one. A call that is inside one keeps it alive until it ends."""
         with self._lock:
-            for each in list(self.by_device) if device is None else [device]:
-                self.by_device.pop(each, None)
+            for each in list(self._compiled) if device is None else [device]:
+                self._compiled.pop(each, None)
                 self._codes.pop(each, None)
+                for binding in list(self._bindings):
+                    binding.pop(each, None)
+
+
+class _Bound(dict["torch.device", Callable[..., Any]]):
+    """What one wrapper calls, by device: a plain dict on the warm path."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # held weakly, by identity
+
+    def __init__(self, cache: DeviceCache, arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._cache = cache
+        self.arguments = arguments
+
+    def __missing__(self, device: torch.device) -> Callable[..., Any]:
+        return self._cache.bind(self, device)
 
 
 def clone_function(function: types.FunctionType, suffix: str) -> types.FunctionType:
@@ -177,9 +203,12 @@ def dispatcher(cache: DeviceCache, like: Callable[..., Any], bound: tuple[Any, .
     """The function that calls the clone of its arguments' device, with `bound` in front of them."""
     import torch
 
-    dispatch = counted_dispatch(cache.by_device, cache.compiled_for, device_of, torch.Tensor, bound)
+    def device_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        return device_of(args + bound, kwargs)
+
+    dispatch = counted_dispatch(cache.bound(bound), device_of_call, torch.Tensor, torch.device("cpu"))
     # A graph break may call us with Dynamo watching; and when it inlines us it shall see the function, not the dispatch.
-    for function in (device_of, DeviceCache.compiled_for):
+    for function in (device_of_call, device_of, DeviceCache.bind, _Bound.__missing__):
         torch_seams.skip_code(function.__code__)
     functools.update_wrapper(dispatch, like)
     dispatch._torchdynamo_inline = like  # type: ignore[attr-defined]

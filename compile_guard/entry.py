@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
 from compile_guard import waits
 from compile_guard.findings import Finding, GuardError, findings, other_thread, this_thread
+from compile_guard.tracing import TRACE_LOCK
 
 RESET_WAIT_S = 60.0
 """How long `reset` waits for compiled calls to end before it gives up."""
@@ -19,9 +20,12 @@ RESET_WAIT_S = 60.0
 _POLL_S = 0.01
 """How often a waiting `reset` looks: a call that ends tells nobody, that would cost every warm call."""
 
-_STALE_LOOKS = 100
-"""Looks in a row that find no compiled call on any stack, after which a count that is not zero is known to be left over by
-an exception that arrived between two lines (KeyboardInterrupt)."""
+_LOOK_EVERY = 20
+"""Which of its looks go to the stacks of other threads, while calls are counted that have not ended."""
+
+_STALE_LOOKS = 5
+"""Such looks in a row that find no compiled call on any stack, after which a count that is not zero is known to be left over
+by an exception that arrived between two lines (KeyboardInterrupt)."""
 
 
 class RetryCompiledCall(BaseException):
@@ -43,7 +47,7 @@ _running: list[None] = []
 _gate_closed = False
 
 
-class once_more:  # noqa: N801 - reads as a statement
+class once_more:
     """The second attempt of a call that was asked to retry. There is no third: what then misses is compiled."""
 
     def __enter__(self) -> None:
@@ -83,35 +87,35 @@ def counted_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def counted_dispatch(
-    choose: dict[Any, Callable[..., Any]],
-    make: Callable[[Any], Callable[..., Any]],
+    compiled_for: Mapping[Any, Callable[..., Any]],
     device_of: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     tensor: type[Any],
-    bound: tuple[Any, ...],
+    cpu: Any,
 ) -> Callable[..., Any]:
     """`counted_entry` for a function that is compiled for each device: in one frame, since a second costs 0.1 µs.
 
     Args:
-        choose: the compiled function of each device.
-        make: makes that of a new device.
+        compiled_for: the compiled function of each device, made where it is missing.
         device_of: finds the device where the first argument is no tensor.
         tensor: `torch.Tensor`.
-        bound: arguments put in front of those of the call.
+        cpu: the CPU's device. To ask a tensor for its device makes an object that must then be compared: 0.1 µs.
     """
     begin, end = _running.append, _running.pop
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else None
-        device = first.device if isinstance(first, tensor) else device_of(args + bound, kwargs)
-        compiled = choose.get(device) or make(device)
+        if isinstance(first, tensor):
+            compiled = compiled_for[cpu if first.is_cpu else first.device]
+        else:
+            compiled = compiled_for[device_of(args, kwargs)]
         begin(None)
         try:
             if _gate_closed:
                 gate.pass_through(sys._getframe(1))
-            return compiled(*bound, *args, **kwargs)
+            return compiled(*args, **kwargs)
         except RetryCompiledCall:
             with once_more():
-                return compiled(*bound, *args, **kwargs)
+                return compiled(*args, **kwargs)
         finally:
             end()
 
@@ -121,7 +125,7 @@ def counted_dispatch(
 RETRYING_CODES: frozenset[CodeType] = frozenset(
     (
         counted_entry(lambda: None).__code__,
-        counted_dispatch({}, lambda device: device, lambda args, kwargs: None, object, ()).__code__,
+        counted_dispatch({}, lambda args, kwargs: None, object, None).__code__,
     )
 )
 """Code of the functions that catch `RetryCompiledCall`: it may be raised only in a call that came through one of them, and
@@ -148,8 +152,8 @@ class Gate:
 
     def pass_through(self, caller: FrameType | None) -> None:
         """Wait, counted as outside, while the gate is closed; calls nested in another compiled call, and those of the
-        thread that closed it, pass."""
-        if threading.get_ident() == self._closer or _holds(caller, RETRYING_CODES.__contains__):
+        thread that closed it or holds the trace lock, pass."""
+        if not self.is_closed_for_me() or _holds(caller, RETRYING_CODES.__contains__):
             return
         while _gate_closed:
             _running.pop()
@@ -170,7 +174,8 @@ class Gate:
 
     def is_closed_for_me(self) -> bool:
         """Whether the calling thread has to wait before a compiled call."""
-        return _gate_closed and threading.get_ident() != self._closer
+        # The closer will want the trace lock: who holds it goes on, and ends its call before it gives the lock back.
+        return _gate_closed and threading.get_ident() != self._closer and not TRACE_LOCK.owned()
 
     def _is_open(self, span: float) -> bool:
         return self._opened.wait_for(lambda: not _gate_closed, span)
@@ -218,7 +223,8 @@ class Gate:
                 self._opened.notify_all()
 
     def _drain(self, me: int, is_compiled_call: Callable[[CodeType], bool], timeout: float) -> None:
-        looks_without_a_call = 0
+        num_looks = num_looks_without_a_call = 0
+        seen: frozenset[int] = frozenset()
 
         def on_a_stack() -> frozenset[int]:
             frames = sys._current_frames()
@@ -229,36 +235,52 @@ class Gate:
             )
 
         def all_ended() -> bool:
-            nonlocal looks_without_a_call
-            seen = on_a_stack()
-            looks_without_a_call = 0 if seen else looks_without_a_call + 1
-            if looks_without_a_call > _STALE_LOOKS:
-                _running.clear()
+            nonlocal num_looks, num_looks_without_a_call, seen
+            num_looks += 1
+            # Looking at another thread's frames keeps what they hold alive, to be freed by this thread: torch up to 2.9
+            # loses the attributes of fake tensors by that. So look seldom, and not at a thread that traces.
+            if _running and num_looks % _LOOK_EVERY != 1:
+                return False
+            if not TRACE_LOCK.core.acquire(blocking=False):
+                return False
+            try:
+                seen = on_a_stack()
+            finally:
+                TRACE_LOCK.core.release()
+            if seen:
+                num_looks_without_a_call = 0
+            elif _running:
+                num_looks_without_a_call += 1
+                if num_looks_without_a_call >= _STALE_LOOKS:
+                    _running.clear()
             return not _running and not seen
 
         if all_ended():
             return
-        inside = on_a_stack()
-        findings.report(
-            Finding(
-                code="reset-under-load",
-                subject="torch._dynamo.reset",
-                title="reset was called while compiled functions run in other threads",
-                now=this_thread("calls reset"),
-                other=other_thread(min(inside, default=None), "is inside a compiled call"),
-                shared="the caches of every code object, which torch frees without asking who walks them (pytorch#195355)",
-                consequence="a segmentation fault or heap corruption",
-                fix="keep compile_guard.install(), or stop the threads before a reset",
-                prevented=True,
+        if _running or seen:
+            findings.report(
+                Finding(
+                    code="reset-under-load",
+                    subject="torch._dynamo.reset",
+                    title="reset was called while compiled functions run in other threads",
+                    now=this_thread("calls reset"),
+                    other=other_thread(min(seen, default=None), "is inside a compiled call"),
+                    shared="the caches of every code object, which torch frees without asking who walks them (pytorch#195355)",
+                    consequence="a segmentation fault or heap corruption",
+                    fix="keep compile_guard.install(), or stop the threads before a reset",
+                    prevented=True,
+                )
             )
-        )
         nobody_announces_it = threading.Event()
 
         def wait_and_look(span: float) -> bool:
             nobody_announces_it.wait(span)
             return all_ended()
 
-        if not waits.wait_for(wait_and_look, "compiled calls to end", on_a_stack, timeout=timeout, slice_s=_POLL_S):
+        ended = waits.wait_for(
+            wait_and_look, "compiled calls to end", lambda: seen - self._parked, timeout=timeout, slice_s=_POLL_S
+        )
+        if not ended:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             stuck = ", ".join(names.get(ident, str(ident)) for ident in sorted(on_a_stack()))
             raise GuardError(

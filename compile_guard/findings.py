@@ -105,18 +105,24 @@ class Finding:
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
     """A stack as a user reads it: the program's own frames, and below them the library frame that they ended in."""
+    # Held for as short as can be: the frames of another thread keep alive what it has let go of.
+    places = []
+    while frame is not None:
+        places.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
     libraries = _library_folder()
     rows: list[str] = []
     innermost_library: str | None = None
-    while frame is not None and len(rows) < _STACK_FRAMES:
-        name = frame.f_code.co_filename
-        row = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    for code, line in places:
+        if len(rows) == _STACK_FRAMES:
+            break
+        name = code.co_filename
+        row = f"{name}:{line} in {code.co_name}"
         if name.startswith(libraries):
             if not rows and innermost_library is None:
                 innermost_library = row
         elif os.path.dirname(name) != _OWN_DIRECTORY and not name.startswith((_THREADING_FILE, "<frozen")):
             rows.append(row)
-        frame = frame.f_back
     if innermost_library is not None:
         rows.insert(0, innermost_library)
     return tuple(reversed(rows))

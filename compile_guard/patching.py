@@ -73,7 +73,7 @@ class Patches:
         # Dynamo reads `checkpoint`'s signature to tell its arguments from those of the block.
         had_signature = "__signature__" in vars(function)
         if not had_signature:
-            function.__signature__ = inspect.signature(function, follow_wrapped=False)  # type: ignore[attr-defined]
+            function.__signature__ = inspect.signature(function, follow_wrapped=False)
         function.__code__ = code
 
         def undo() -> bool:
@@ -81,7 +81,7 @@ class Patches:
                 return False
             function.__code__ = original_code
             if not had_signature:
-                del function.__signature__  # type: ignore[attr-defined]
+                del function.__signature__
             del function.__globals__[key]
             return True
 

@@ -61,13 +61,20 @@ class _Converting(threading.local):
         self.now = False
 
 
+_converting = _Converting()
+
+
+def is_converting() -> bool:
+    """Whether the calling thread is inside Dynamo's converter."""
+    return _converting.now
+
+
 class SingleFlight:
     """Stands around Dynamo's converter, inside the compile lock."""
 
     def __init__(self, seam: CompileSeam, on_compile: Callable[[str], None]) -> None:
         self._seam = seam
         self._on_compile = on_compile
-        self._converting = _Converting()
         self._compiled_by: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
         self._backend_of: weakref.WeakKeyDictionary[CodeType, object] = weakref.WeakKeyDictionary()
 
@@ -75,18 +82,18 @@ class SingleFlight:
         """`ConvertFrame.__call__` that compiles nothing that another thread has compiled meanwhile."""
 
         def convert(converter: Any, frame: DynamoFrame, *args: Any, **kwargs: Any) -> Any:
-            if self._converting.now:  # ConvertFrame calls ConvertFrameAssert: one look is enough
+            if _converting.now:  # ConvertFrame calls ConvertFrameAssert: one look is enough
                 return original(converter, frame, *args, **kwargs)
             backend = self._seam.backend(converter)
             self._look_again(frame, backend)
             TRACE_LOCK.describe(f"torch.compile of {frame.f_code.co_name}")
             self._on_compile(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_code.co_firstlineno})")
-            self._converting.now = True
+            _converting.now = True
             try:
                 with self._seam.settings(frame.f_code):
                     result = original(converter, frame, *args, **kwargs)
             finally:
-                self._converting.now = False
+                _converting.now = False
             code = self._seam.compiled_code(result)
             if code is not None:
                 self._backend_of[code] = backend

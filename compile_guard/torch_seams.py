@@ -25,7 +25,7 @@ from compile_guard.activation_checkpoint import Block, Tape, thread_safe_checkpo
 from compile_guard.entry import RETRYING_CODES, counted_entry, gate
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.patching import Patches
-from compile_guard.single_flight import DynamoFrame, SingleFlight
+from compile_guard.single_flight import DynamoFrame, SingleFlight, is_converting
 from compile_guard.tracing import TRACE_LOCK
 
 if TYPE_CHECKING:
@@ -576,7 +576,9 @@ def _reset_gate(patches: Patches) -> None:
     def gated_callback(callback: Any) -> Any:
         # Reached by compiled calls that have no entry of ours: they wait as if not yet inside. Those that are counted have
         # been let in already, and the reset waits for them.
-        if gate.is_closed_for_me() and not _inside_a_call(sys._getframe(1)):
+        # (Disabled functions come here too, and pass.)
+        caller = sys._getframe(1)
+        if gate.is_closed_for_me() and is_compiled_call(caller.f_code) and not _inside_a_call(caller):
             while gate.is_closed_for_me():
                 gate.wait()
         return from_stance(callback)
@@ -831,7 +833,8 @@ def _modes_lifted(patches: Patches) -> None:
                 _python_dispatch._pop_mode()
                 _active.lifted = True
                 _active.state = torch.random.get_rng_state()
-            elif not compiled and _active.lifted:
+            elif not compiled and _active.lifted and not is_converting():
+                # (What Dynamo disables while it compiles works on fake tensors, which are none of the block's.)
                 _python_dispatch._push_mode(modes[-1])
                 _active.lifted = False
                 if not torch.equal(_active.state, torch.random.get_rng_state()):

@@ -70,9 +70,7 @@ def catalogue() -> dict[str, Hazard]:
         hazard: Hazard = module.HAZARD
         if hazard.name in found or hazard.id in ids:
             other = ids.get(hazard.id, hazard.name)
-            raise ValueError(
-                f"hazard {hazard.id} `{hazard.name}` in {info.name}.py repeats the id or name of `{other}`"
-            )
+            raise ValueError(f"hazard {hazard.id} `{hazard.name}` in {info.name}.py repeats the id or name of `{other}`")
         found[hazard.name] = hazard
         ids[hazard.id] = hazard.name
 

@@ -19,11 +19,13 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from compile_guard.hazards import _threads
+from compile_guard.hazards._document import document, machine
 from compile_guard.hazards._hazard import Hazard, catalogue
 
 SAFE, OCCURRED, CANNOT_RUN = 0, 1, 2
@@ -267,19 +269,26 @@ def run_entry(hazard: Hazard, arguments: argparse.Namespace) -> int:
 
 def run_table(arguments: argparse.Namespace) -> int:
     """Run every entry without and with the guard, and print the table that docs/hazards.md shows for this torch."""
-    rows = []
-    for hazard in catalogue().values():
+
+    def both(hazard: Hazard) -> tuple[Hazard, Iteration, Iteration]:
         print(f"running {hazard.id} {hazard.name}", file=sys.stderr)
         bare = run_once(hazard, timeout_s=arguments.timeout)
-        guarded = run_once(hazard, guard=True, timeout_s=arguments.timeout)
-        rows.append((hazard, bare, guarded))
+        return hazard, bare, run_once(hazard, guard=True, timeout_s=arguments.timeout)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        rows = list(pool.map(both, catalogue().values()))
     if arguments.json:
         entries = [
-            {"id": hazard.id, "name": hazard.name, "title": hazard.title, "outcome": hazard.outcome}
-            | {"bare": asdict(bare), "guarded": asdict(guarded), "exit": guarded.exit_code(hazard)}
+            {
+                "id": hazard.id,
+                "name": hazard.name,
+                "affected": bare.affected,
+                "bare": _cell(hazard, bare),
+                "guarded": _cell(hazard, guarded),
+            }
             for hazard, bare, guarded in rows
         ]
-        print(json.dumps(entries))
+        print(json.dumps({"torch": rows[0][1].torch, "machine": machine(), "entries": entries}, indent=1))
     else:
         versions = {bare.torch for _, bare, _ in rows}
         print(f"torch {', '.join(sorted(versions))}\n")
@@ -319,6 +328,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--standalone", action="store_true", help="print the trigger as one self-contained file")
     parser.add_argument("--mirror", action="store_true", help="run the correct program of the same shape instead")
     parser.add_argument("--table", action="store_true", help="run all entries, bare and guarded; print a table")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="entries to run at a time, with --table (1)")
+    parser.add_argument(
+        "--document", type=Path, nargs="+", metavar="FILE", help="print docs/hazards.md from --table --json files"
+    )
     parser.add_argument("--list", action="store_true", help="print ids, names and titles of all entries")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -326,6 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         for hazard in entries.values():
             print(f"{hazard.id:4}{hazard.name:20}{hazard.title}")
+        return SAFE
+    if options.document is not None:
+        print(document(options.document), end="")
         return SAFE
     if options.table:
         return run_table(options)

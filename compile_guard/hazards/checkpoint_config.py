@@ -17,9 +17,7 @@ def affected() -> Affected:
 
     entry = config._config["recompile_limit"]
     if isinstance(entry.user_override, ContextVar):
-        return Affected(
-            True, "config values are ContextVars: a new thread, and a backward thread, starts from defaults"
-        )
+        return Affected(True, "config values are ContextVars: a new thread, and a backward thread, starts from defaults")
     return Affected(False, "config values are plain globals, the same in each thread")
 
 

@@ -50,6 +50,8 @@ def compile_in_a_forked_child() -> str | None:
 
 
 def trigger() -> str | None:
+    # A process that has used CUDA cannot compile in a forked child at all: that is another matter.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     compiling, forked = threading.Event(), threading.Event()

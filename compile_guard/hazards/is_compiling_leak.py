@@ -15,9 +15,7 @@ def affected() -> Affected:
     if not hasattr(torch.compiler, "_is_compiling_flag"):
         return Affected(False, "there is no global `torch.compiler._is_compiling_flag`")
     if hasattr(torch.compiler, "_compile_session_context"):
-        return Affected(
-            True, "`torch.compiler._is_compiling_flag` is a global, set by each Dynamo compile and each export"
-        )
+        return Affected(True, "`torch.compiler._is_compiling_flag` is a global, set by each Dynamo compile and each export")
     return Affected(True, "`torch.compiler._is_compiling_flag` is a global, set by each export")
 
 

@@ -9,9 +9,7 @@ def affected() -> Affected:
     import torch._dynamo.config as config
 
     if hasattr(config, "error_on_nested_fx_trace"):
-        return Affected(
-            True, "`torch._dynamo.config.error_on_nested_fx_trace` exists: tracing over compiled code is an error"
-        )
+        return Affected(True, "`torch._dynamo.config.error_on_nested_fx_trace` exists: tracing over compiled code is an error")
     return Affected(False, "there is no `torch._dynamo.config.error_on_nested_fx_trace`")
 
 

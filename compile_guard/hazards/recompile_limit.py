@@ -11,9 +11,7 @@ def affected() -> Affected:
     import torch._dynamo.config as config
 
     if hasattr(config, "recompile_limit"):
-        return Affected(
-            True, f"entries hang on the code object; `recompile_limit` of all wrappers is {config.recompile_limit}"
-        )
+        return Affected(True, f"entries hang on the code object; `recompile_limit` of all wrappers is {config.recompile_limit}")
     return Affected(False, "there is no `torch._dynamo.config.recompile_limit`")
 
 

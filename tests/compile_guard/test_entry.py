@@ -167,6 +167,58 @@ def test_calls_nested_in_a_running_one_pass_the_closed_gate(guard: Any, puppet: 
     resetting.result()
 
 
+def test_a_call_made_inside_a_trace_passes_the_closed_gate(guard: Any, puppet: MakePuppet) -> None:
+    """The reset waits for the trace lock: a holder that waited for the reset would wait for ever."""
+    for compiler in (torch.compile, compile_guard.compile):
+        compiled = compiler(step, backend="eager")
+        compiled(x)
+        tracing, go_on = threading.Event(), threading.Event()
+
+        def trace(compiled: Any = compiled, tracing: Any = tracing, go_on: Any = go_on) -> torch.Tensor:
+            with compile_guard.exclusive():
+                tracing.set()
+                wait(go_on)
+                return compiled(x)
+
+        tracer, resetter = puppet(), puppet()
+        task = tracer.start(trace)
+        wait(tracing)
+        resetting = resetter.start(torch._dynamo.reset)
+        until(lambda resetter=resetter: resetter.ident in compile_guard.waits.waiting(), "the reset to wait for the lock")
+        go_on.set()
+        assert torch.equal(task.result(), step(x))
+        resetting.result()
+
+
+def test_a_disabled_function_and_a_backward_pass_the_closed_gate(guard: Any, puppet: MakePuppet) -> None:
+    """They walk no cache, and somebody inside a compiled call may wait for them."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    @torch._dynamo.disable
+    def stand() -> None:
+        inside.set()
+        wait(go_on)
+
+    def long_step(x: torch.Tensor) -> torch.Tensor:
+        stand()
+        return x.sin()
+
+    runner, resetter, other = puppet(), puppet(), puppet()
+    leaf = x.clone().requires_grad_()
+    trained = torch.compile(lambda x: x.sin() * x, backend="aot_eager")
+    trained(leaf).sum().backward()  # its backward is compiled now
+    loss = trained(leaf).sum()
+    running = runner.start(torch.compile(long_step, backend="eager"), x)
+    wait(inside)
+    resetting = resetter.start(torch._dynamo.reset)
+    until(lambda: resetter.ident in compile_guard.waits.waiting(), "the reset to wait")
+    assert other.start(torch._dynamo.disable(lambda: 7)).result(20) == 7
+    other.start(loss.backward).result(20)
+    go_on.set()
+    running.result()
+    resetting.result()
+
+
 def test_two_resets_at_once_both_end(guard: Any, puppet: MakePuppet) -> None:
     inside, go_on = threading.Event(), threading.Event()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compile_guard import torch_seams
 from compile_guard.hazards import Hazard, catalogue
@@ -21,6 +22,8 @@ ENTRIES = catalogue()
 each_entry = pytest.mark.parametrize("name", ENTRIES)
 RACY = frozenset({"reset_crash", "thundering_herd"})
 """What memory a use after free meets is not forced by any order: a few attempts are allowed."""
+TOLD_ON_CUDA = frozenset({"checkpoint_config"})
+"""Of these the CPU shows only the part that the guard takes away without a finding."""
 
 
 def run(name: str, **how: Any) -> Iteration:
@@ -55,7 +58,7 @@ def test_must_be_safe_with_the_guard(name: str) -> None:
     said = f"{result.ended}; {result.occurred}; {result.unhealthy}\n{result.stacks}"
     assert result.exit_code(hazard) == SAFE, said
     codes = {found["code"] for found in result.findings}
-    if result.affected:
+    if result.affected and (name not in TOLD_ON_CUDA or torch.cuda.is_available()):
         assert hazard.finding in codes, f"the guard did not tell of it; it found {codes or 'nothing'}"
 
 
@@ -71,7 +74,8 @@ def test_must_stay_silent_on_the_mirror(name: str) -> None:
 def test_entry_says_what_is_needed_of_it(name: str) -> None:
     hazard: Hazard = ENTRIES[name]
     assert hazard.name == name
-    assert set(hazard.seams) <= {seam.name for seam in torch_seams.SEAMS}
+    # `fork`: the handlers of `os.register_at_fork`, which are no seam in torch
+    assert set(hazard.seams) <= {seam.name for seam in torch_seams.SEAMS} | {"fork"}
     assert hazard.outcome == "explained" or hazard.seams, "what prevents it?"
     assert all(hasattr(hazard, field) and getattr(hazard, field) for field in ("title", "symptom", "mechanism", "fix"))
     assert (Path(__file__).parents[2] / "repro" / f"{name}.py").is_file()

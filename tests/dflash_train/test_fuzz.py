@@ -156,10 +156,8 @@ def check_line(line: bytes) -> None:
     assert all(message.role in ROLES for message in sample.messages)
     assert all(message.content.strip() or message.role == "assistant" for message in sample.messages)
     tokenizer = ByteTokenizer()
-    if sample.text is not None:
-        encoded = tokenizer.encode_text(sample.text)
-    else:
-        encoded = tokenizer.encode_conversation(sample.messages)
+    is_text = sample.text is not None
+    encoded = tokenizer.encode_text(sample.text) if is_text else tokenizer.encode_conversation(sample.messages)
     assert encoded.tokens.shape == encoded.supervised.shape
     answered = sample.text is not None or any(message.role == "assistant" for message in sample.messages)
     assert encoded.supervised.any() == answered
