@@ -86,7 +86,7 @@ class Crew:
         clock.ident = threading.get_native_id()
         try:
             run(clock)
-        except (Stopped, threading.BrokenBarrierError):
+        except Stopped:
             self.stop()
         except BaseException as error:  # handed on to `join`
             self.stop(name, error)
@@ -201,6 +201,59 @@ class Channel(Generic[T]):
         with self._changed:
             self._closed = True
             self._items.clear()
+            self._changed.notify_all()
+
+
+class Meeting:
+    """Threads that wait for each other; the last to arrive runs `action` while the others wait.
+
+    Unlike `threading.Barrier`, a meeting takes place for all or for none: closing it does not part those who have met. It
+    closes itself when its action fails, whose exception goes to the thread that ran it.
+    """
+
+    def __init__(self, parties: int, action: Callable[[], None]) -> None:
+        self._parties = parties
+        self._action = action
+        self._arrived = 0
+        self._number = 0
+        self._acting = False
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def wait(self) -> None:
+        """Meet the others.
+
+        Raises:
+            Stopped: closed before all had arrived, or the action failed in another thread.
+        """
+        with self._changed:
+            if self._closed:
+                raise Stopped
+            number = self._number
+            self._arrived += 1
+            if self._arrived < self._parties:
+                self._changed.wait_for(lambda: self._number != number or (self._closed and not self._acting))
+                if self._number == number:
+                    raise Stopped
+                return
+            self._acting = True
+        met = False
+        try:
+            self._action()  # without the lock: `close` must not wait for it
+            met = True
+        finally:
+            with self._changed:
+                self._acting, self._arrived = False, 0
+                if met:
+                    self._number += 1
+                else:
+                    self._closed = True
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the waits of a meeting that has not begun; there will be none after."""
+        with self._changed:
+            self._closed = True
             self._changed.notify_all()
 
 
@@ -445,6 +498,7 @@ __all__ = [
     "Channel",
     "Clock",
     "Crew",
+    "Meeting",
     "Pipeline",
     "Source",
     "Stopped",

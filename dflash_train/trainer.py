@@ -45,6 +45,7 @@ from dflash_train.packing import PackedDocuments
 from dflash_train.pipeline import (
     Clock,
     Crew,
+    Meeting,
     Pipeline,
     Source,
     Stopped,
@@ -161,10 +162,10 @@ class _Run:
         self._consistent = True
         """Whether all drafters stand between the same two steps."""
         self._accepted: list[float] = []
-        self._combined = threading.Barrier(num_drafters, self._combine)
-        self._closed = threading.Barrier(num_drafters, self._close_step)
-        self.crew.on_stop(self._combined.abort)
-        self.crew.on_stop(self._closed.abort)
+        self._combined = Meeting(num_drafters, self._combine)
+        self._closed = Meeting(num_drafters, self._close_step)
+        # Not the second one: who has met to combine goes on to the end of the step, whatever failed elsewhere.
+        self.crew.on_stop(self._combined.close)
 
     # Preparation: in the main thread.
 
@@ -346,7 +347,11 @@ class _Run:
             with clock("sync"):
                 self._combined.wait()
             with clock("compute"):
-                self._updates[index] = replica.update(step, self._denominators[index])
+                try:
+                    self._updates[index] = replica.update(step, self._denominators[index])
+                except BaseException:
+                    self._closed.close()  # the others would wait for this one
+                    raise
             with clock("sync"):
                 self._closed.wait()
             if self._leaving:

@@ -14,7 +14,7 @@ from runs import small_config
 from dflash_train.config import ConfigError
 from dflash_train.data import Documents
 from dflash_train.packing import PackedDocuments
-from dflash_train.pipeline import Channel, Clock, Crew, Source, Stopped, Topology, parse_devices
+from dflash_train.pipeline import Channel, Clock, Crew, Meeting, Source, Stopped, Topology, parse_devices
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
@@ -80,6 +80,83 @@ def test_closing_a_channel_ends_all_waits_in_it() -> None:
     full.close()
     joined(*threads)
     assert sorted(ended) == ["get", "put"]
+
+
+def outcomes(meeting: Meeting, parties: int) -> tuple[list[threading.Thread], list[str]]:
+    """Start threads that meet once; how each came out of it."""
+    found: list[str] = []
+
+    def meet() -> None:
+        try:
+            meeting.wait()
+            found.append("met")
+        except Stopped:
+            found.append("stopped")
+        except KeyError:
+            found.append("failed")
+
+    threads = [threading.Thread(target=meet, daemon=True) for _ in range(parties)]
+    for thread in threads:
+        thread.start()
+    return threads, found
+
+
+def test_a_meeting_that_is_closed_while_its_action_runs_still_takes_place_for_all() -> None:
+    acting, go_on = threading.Event(), threading.Event()
+
+    def action() -> None:
+        acting.set()
+        assert go_on.wait(WAIT_S)
+
+    meeting = Meeting(3, action)
+    threads, found = outcomes(meeting, 3)
+    assert acting.wait(WAIT_S)
+    meeting.close()
+    assert found == []
+    go_on.set()
+    joined(*threads)
+    assert found == ["met"] * 3
+    with pytest.raises(Stopped):
+        meeting.wait()
+
+
+def test_a_meeting_that_is_closed_before_all_have_come_takes_place_for_none() -> None:
+    meeting = Meeting(3, lambda: pytest.fail("it took place"))
+    threads, found = outcomes(meeting, 2)
+    meeting.close()
+    joined(*threads)
+    assert found == ["stopped"] * 2
+
+
+def test_a_meeting_whose_action_fails_ends_for_the_others_too() -> None:
+    def action() -> None:
+        raise KeyError("broken")
+
+    threads, found = outcomes(Meeting(3, action), 3)
+    joined(*threads)
+    assert sorted(found) == ["failed", "stopped", "stopped"]
+
+
+def test_threads_meet_again_and_again() -> None:
+    met: list[int] = []
+    here = [0, 0, 0]
+
+    def action() -> None:
+        met.append(min(here))
+        assert len(set(here)) == 1
+
+    meeting = Meeting(3, action)
+
+    def work(index: int) -> None:
+        for _ in range(200):
+            here[index] += 1
+            meeting.wait()
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    joined(*threads)
+    assert met == list(range(1, 201))
 
 
 def test_the_first_failure_stops_the_crew_and_is_the_cause() -> None:
