@@ -191,7 +191,7 @@ def write_timeline(clocks: Sequence[Clock], path: Path) -> None:
 
 def time_table(clocks: Sequence[Clock]) -> dict[str, dict[str, float]]:
     """Seconds of each thread by kind."""
-    return {clock.name: {kind: round(spent, 3) for kind, spent in clock.seconds.items()} for clock in clocks}
+    return {clock.name: {kind: round(spent, 3) for kind, spent in clock.seconds.items() if spent} for clock in clocks}
 
 
 def summarise(run: Path, clocks: Sequence[Clock], findings: Sequence[str], report: Callable[[str], None]) -> None:

@@ -41,7 +41,8 @@ class Clock:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ident = 0
-        self.seconds: dict[str, float] = {}
+        # All kinds from the start: others read while this thread counts.
+        self.seconds = dict.fromkeys(("compute", "wait", "copy", "sync"), 0.0)
         self.spans: list[tuple[str, float, float]] = []
 
     @contextmanager
@@ -52,13 +53,13 @@ class Clock:
             yield
         finally:
             ended = time.perf_counter()
-            self.seconds[kind] = self.seconds.get(kind, 0.0) + ended - began
+            self.seconds[kind] += ended - began
             if len(self.spans) < self.MAX_SPANS:
                 self.spans.append((kind, began, ended))
 
     def share(self, kind: str) -> float:
         """Part of the counted time that is of a kind."""
-        return self.seconds.get(kind, 0.0) / max(1e-9, sum(self.seconds.values()))
+        return self.seconds[kind] / max(1e-9, sum(self.seconds.values()))
 
 
 class Crew:
@@ -269,7 +270,7 @@ class Batch:
     states: TargetStates | None = None
     """None until a target has made them."""
     copied: torch.cuda.Event | None = None
-    """When the copy from another GPU is done."""
+    """When the copies to the drafter's GPU are done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +401,16 @@ class Pipeline:
 
 def with_states(batch: Batch, target: Target) -> Batch:
     """The batch with its hidden states, on the target's device."""
-    rows = batch.rows.to(target.device)
+    device = target.device
+    if device.type != "cuda":
+        rows = batch.rows.to(device)
+    else:
+        # A copy from the host waits until its stream is idle: on the stream that computes, for the forward before.
+        side, stream = _side_stream(device), torch.cuda.current_stream(device)
+        with torch.cuda.stream(side):
+            rows = batch.rows.to(device)
+        stream.wait_stream(side)
+        _keep_for(stream, rows)
     return replace(batch, states=target.states(rows.tokens, rows.documents, rows.positions))
 
 
@@ -415,41 +425,52 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _side_streams[key]
 
 
+def _keep_for(stream: torch.cuda.Stream, *holders: object) -> None:
+    """Tell the allocator that tensors made on another stream are used on this one, so that their memory is not given away."""
+    for holder in holders:
+        for value in vars(holder).values():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(stream)
+
+
 def hand_over(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """The batch on a drafter's device.
 
-    Between two GPUs the copy runs on side streams of both, so that neither the target's next forward nor the drafter's step
-    waits for it; `copied` tells when it is done.
+    On a GPU all copies run on side streams, so that neither the target's next forward nor the drafter's step waits for
+    them; `copied` tells when they are done.
     """
-    states = batch.states
+    states, anchors = batch.states, batch.anchors
     assert states is not None
     taps, final = states.taps.to(dtype), states.final.to(dtype)
-    anchors = replace(
-        batch.anchors, positions=batch.anchors.positions.to(device), valid=batch.anchors.valid.to(device)
-    )
-    moved = replace(batch, rows=batch.rows.to(device), anchors=anchors)
-    if taps.device == device or not (taps.is_cuda and device.type == "cuda"):
+    on_gpu = device.type == "cuda"
+    there = _side_stream(device) if on_gpu else None
+    with torch.cuda.stream(there):
+        rows = batch.rows.to(device)
+        anchors = replace(anchors, positions=anchors.positions.to(device), valid=anchors.valid.to(device))
+    moved = replace(batch, rows=rows, anchors=anchors)
+    if there is None:
         return replace(moved, states=TargetStates(taps=taps.to(device), final=final.to(device)))
-    here, there = _side_stream(taps.device), _side_stream(device)
-    here.wait_stream(torch.cuda.current_stream(taps.device))
-    # torch copies on the source's current stream and makes the destination's wait for it: both must be side streams.
-    with torch.cuda.stream(here), torch.cuda.stream(there):
-        states = TargetStates(taps=taps.to(device, non_blocking=True), final=final.to(device, non_blocking=True))
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(there)
-    for tensor in (taps, final):
-        tensor.record_stream(here)
-    return replace(moved, states=states, copied=copied)
+    if taps.device != device:
+        here = _side_stream(taps.device) if taps.is_cuda else None
+        if here is not None:
+            here.wait_stream(torch.cuda.current_stream(taps.device))
+            for tensor in (taps, final):
+                tensor.record_stream(here)
+        # torch copies on the source's current stream and makes the destination's wait for it: both must be side streams.
+        with torch.cuda.stream(here), torch.cuda.stream(there):
+            taps, final = taps.to(device, non_blocking=True), final.to(device, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(there)
+    return replace(moved, states=TargetStates(taps=taps, final=final), copied=copied)
 
 
 def receive(batch: Batch, device: torch.device) -> TargetStates:
-    """The hidden states, safe to use on the calling thread's current stream."""
+    """The hidden states; from here on the whole batch is safe to use on the calling thread's current stream."""
     assert batch.states is not None
     if batch.copied is not None:
         stream = torch.cuda.current_stream(device)
         stream.wait_event(batch.copied)
-        for tensor in (batch.states.taps, batch.states.final):
-            tensor.record_stream(stream)  # allocated on a side stream
+        _keep_for(stream, batch.rows, batch.anchors, batch.states)
     return batch.states
 
 

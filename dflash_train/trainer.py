@@ -301,9 +301,15 @@ class _Run:
             if self.signals.received:
                 return
             here = hand_over(made, replica.device, dtype)
-            with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
-                sums = replica.accumulate(here.rows, here.anchors, receive(here, replica.device))
-            float(sums.numerator)  # until the device is done
+            try:
+                with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
+                    sums = replica.accumulate(here.rows, here.anchors, receive(here, replica.device))
+                float(sums.numerator)  # until the device is done
+            except RuntimeError as error:  # out of memory, or a compile that failed
+                raise TrainingError(
+                    f"the first batch failed on {replica.device}: {type(error).__name__}: {error}. Nothing was trained; "
+                    "`dflash-train doctor` tells what a drafter needs"
+                ) from error
             replica.zero_grad()
         self.report(f"warmed up in {time.perf_counter() - began:.1f} s; from here on a compile is a finding")
 

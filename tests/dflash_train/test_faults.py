@@ -179,6 +179,17 @@ def test_a_signal_during_the_warm_up_ends_the_run_before_it_starts(
     assert (outcome.signal, outcome.progress.step, outcome.checkpoint) == (signal.SIGTERM, 0, None)
 
 
+def test_a_drafter_that_does_not_fit_is_told_before_the_run(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accumulate(replica: Replica, *arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(Replica, "accumulate", accumulate)
+    with pytest.raises(TrainingError, match=r"first batch failed on cpu: OutOfMemoryError: .* 2 GiB\. Nothing was trained"):
+        small_run(tiny_data, tmp_path / "run", *TOPOLOGY)
+
+
 @pytest.mark.parametrize("where", ["average", "save"])
 def test_a_signal_during_averaging_or_a_save_ends_the_run_after_the_step(
     where: str, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
