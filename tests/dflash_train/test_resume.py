@@ -100,7 +100,7 @@ def test_another_topology_goes_on_in_the_same_global_order(other: list[str], tin
     small_run(tiny_data, tmp_path / "changed", *other, resume=True)
     assert column(tmp_path / "changed", "epoch") == column(tmp_path / "two", "epoch")
     assert column(tmp_path / "changed", "loss") == pytest.approx(column(tmp_path / "two", "loss"), rel=1e-5)
-    assert largest_difference(weights_of(tmp_path / "changed", 8), weights_of(tmp_path / "two", 8)) < 2e-5
+    assert largest_difference(weights_of(tmp_path / "changed", 8), weights_of(tmp_path / "two", 8)) < 1e-4
 
 
 @pytest.mark.parametrize("now", [["train.drafter_devices=cpu,cpu,cpu", *WEIGHTS_MODE], [TWO], []])

@@ -21,8 +21,8 @@ from dflash_train.replica import Replica
 from dflash_train.targets import load_target
 from dflash_train.trainer import train
 
-TOLERANCE = 2e-5
-"""Of weights after eight steps in float32: the order of sums differs."""
+TOLERANCE = 1e-4
+"""Of weights after eight steps at a rate of 6e-3 in float32: the order of sums differs, and Adam divides small by small."""
 
 
 def test_the_trainer_does_what_a_plain_loop_does(tiny_data: Path, tmp_path: Path) -> None:
