@@ -1,34 +1,36 @@
-"""`python -m dflash_train`: prepare, regenerate, export, config. Data on stdout, talk on stderr; 0 done, 2 could
-not."""
+"""`python -m dflash_train`: prepare, regenerate, doctor, train, export, config. Data on stdout, talk on stderr; 0 done, 1 a run
+that failed, 2 could not; 128 + number of the signal for a run that a signal ended."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_train.config import ConfigError
+from dflash_train.config import ConfigError, RunConfig
 from dflash_train.conversations import DataError
 from dflash_train.model_files import TargetError
+
+LOGGERS = ("tensorboard", "trackio", "wandb")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="dflash-train", description="Train DFlash drafters for speculative decoding.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_prepare, _add_regenerate, _add_export, _add_config):
+    for add in (_add_prepare, _add_regenerate, _add_doctor, _add_train, _add_export, _add_config):
         add(commands)
     options = parser.parse_args(arguments)
-    command: Callable[[argparse.Namespace], None] = options.command
+    command: Callable[[argparse.Namespace], int | None] = options.command
     try:
-        command(options)
+        return command(options) or 0
     except (ConfigError, DataError, TargetError) as error:
         print(f"dflash-train: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _add_prepare(commands: Any) -> None:
@@ -109,6 +111,76 @@ def _regenerate(options: argparse.Namespace) -> None:
         overwrite=options.overwrite,
     )
     print(f"{options.output}: {written} conversations written")
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser("train", help="train a drafter; under torchrun, one process for each host")
+    parser.set_defaults(command=_train)
+    _add_run_settings(parser)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="RUN", help="folder of the run")
+    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint, if there is one")
+    parser.add_argument("--log", action="append", default=[], choices=LOGGERS, help="besides metrics.jsonl")
+
+
+def _add_run_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="PRESET|FILE")
+    for role in ("target", "drafter"):
+        parser.add_argument(
+            f"--{role}-devices",
+            f"--{role}-gpus",
+            metavar="DEVICES",
+            help=f"such as 0-4, or cpu,cpu, or cuda:0,cuda:0: one thread each (sets train.{role}_devices)",
+        )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=V", help="override a setting; may be repeated"
+    )
+
+
+def _run_settings(options: argparse.Namespace) -> RunConfig:
+    from dflash_train.config_files import load_config
+
+    overrides = list(options.set)
+    for role in ("target", "drafter"):
+        devices = getattr(options, f"{role}_devices")
+        if devices is not None:
+            overrides.append(f"train.{role}_devices={json.dumps(devices)}")
+    return load_config(options.source, overrides)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="will a run fit, and how fast will it be")
+    parser.set_defaults(command=_doctor)
+    _add_run_settings(parser)
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="length of the probe; 0 for none, loading nothing (%(default)s)"
+    )
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from dflash_train.doctor import diagnose
+
+    diagnose(_run_settings(options), print, seconds=options.seconds)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from dflash_train.trainer import TrainingError, train
+
+    config = _run_settings(options)
+
+    def report(message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    try:
+        outcome = train(config, options.output, resume=options.resume, log=options.log, report=report)
+    except TrainingError as error:
+        print(f"dflash-train: {error}", file=sys.stderr)
+        return 1
+    if outcome.signal:
+        hint = f"{options.output} stopped by {signal.Signals(outcome.signal).name} at step {outcome.progress.step}"
+        print(f"dflash-train: {hint}; the same command with --resume goes on", file=sys.stderr)
+        return 128 + outcome.signal
+    print(outcome.checkpoint)
+    return 0
 
 
 def _add_export(commands: Any) -> None:

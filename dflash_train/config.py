@@ -13,6 +13,8 @@ SlidingRule = Literal["specforge", "speculators", "speculators-bidirectional", "
 AttentionBackend = Literal["auto", "flex", "sdpa", "eager"]
 Weighting = Literal["decay", "dpace", "uniform"]
 CheckpointMode = Literal["non-reentrant", "reentrant", "off"]
+Schedule = Literal["cosine", "wsd", "constant"]
+Synchronise = Literal["gradients", "weights"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -266,6 +268,77 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The optimiser, how drafters are kept alike, devices, checkpoints."""
+
+    steps: int = 10_000
+    """Optimiser steps of the whole run."""
+    learning_rate: float = 6e-4
+    """Peak, of AdamW."""
+    schedule: Schedule = "cosine"
+    """After the warm-up: `cosine` to `final_share`, `wsd` (level, then straight down over `decay_share`), `constant`."""
+    warmup_share: float = 0.04
+    """Part of `steps` in which the rate rises from 0."""
+    decay_share: float = 0.2
+    """Part of `steps` over which `wsd` comes down."""
+    final_share: float = 0.0
+    """Last rate as a part of the peak."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices; norms have none."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+    clip: float = 1.0
+    """Largest gradient norm; longer gradients are scaled down to it."""
+    accumulation: int = 1
+    """Batches of one drafter whose gradients make one step."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type in which the drafter computes. The weights that the optimiser updates, and its moments, are float32 always."""
+    compile: bool = False
+    """Compile the drafter's forward as a whole. Layers with flex attention are compiled in any case."""
+    synchronise: Synchronise = "gradients"
+    """How drafters are kept alike. `gradients`: one gradient of all batches of a step, so M drafters train as one with
+    the global batch. `weights`: each takes its own steps, and the weights are averaged every `average_every` steps."""
+    average_every: int = 50
+    """Steps between averages of weights."""
+    average_moments: bool = True
+    """Average the optimiser's moments with the weights; off: each drafter keeps its own."""
+    max_bad_steps: int = 10
+    """Steps in a row with NaN or infinite gradients: each is skipped, and this many end the run."""
+    prefetch: int = 2
+    """Batches with hidden states held ready for each drafter."""
+    save_every: int = 500
+    """Steps between checkpoints; the last step, a signal and a failure save as well."""
+    keep_last: int = 3
+    """Checkpoints kept, besides the one of best acceptance."""
+    log_every: int = 10
+    """Steps between printed lines; `metrics.jsonl` has every step."""
+    stall_seconds: float = 600.0
+    """A run in which no step ends for so long is ended, with the stacks of all threads."""
+    target_devices: str = "auto"
+    """One target thread for each: `0-4` or `0,2` are GPUs; `cpu`, `cuda:0` and repeats are allowed."""
+    drafter_devices: str = "auto"
+    """One drafter for each, written alike."""
+    seed: int = 0
+    """Of the drafter's first weights."""
+
+    def __post_init__(self) -> None:
+        counts = ("accumulation", "average_every", "max_bad_steps", "prefetch", "save_every", "keep_last", "log_every")
+        for name in ("steps", *counts):
+            _require(getattr(self, name) >= 1, f"train.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("learning_rate", "clip", "stall_seconds"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), f"train.{name} must be positive and finite, got {value}")
+        for name in ("warmup_share", "decay_share", "final_share"):
+            _require(0 <= getattr(self, name) <= 1, f"train.{name} must lie in 0 … 1, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"train.{name} must lie in 0 … 1, 1 excluded, got {getattr(self, name)}")
+        _require(0 <= self.weight_decay < float("inf"), f"train.weight_decay must be 0 or more, got {self.weight_decay}")
+        _require(0 <= self.seed < 2**63, f"train.seed must lie in 0 … 2**63-1, got {self.seed}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """All settings of a run."""
 
@@ -274,6 +347,7 @@ class RunConfig:
     anchors: AnchorConfig = field(default_factory=AnchorConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
 
 
 def field_names(section: type) -> list[str]:

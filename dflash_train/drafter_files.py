@@ -35,7 +35,8 @@ def read_run(run: Path) -> tuple[RunConfig, dict[str, Tensor]]:
     Raises:
         ConfigError: there are none, or they do not fit each other.
     """
-    steps = sorted(run.glob(f"step-*/{WEIGHTS}"), key=lambda path: path.parent.name)
+    # A save that was killed leaves `step-000100.tmp`.
+    steps = sorted(run.glob(f"step-*[0-9]/{WEIGHTS}"), key=lambda path: path.parent.name)
     folder = run if (run / WEIGHTS).is_file() or not steps else steps[-1].parent
     if not (folder / WEIGHTS).is_file():
         raise ConfigError(f"{run} has no {WEIGHTS}, nor has any step-* folder in it; name the folder of a run")

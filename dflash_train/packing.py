@@ -81,8 +81,11 @@ class RowSampler:
 
     def rows(self, batch: int) -> list[int]:
         """Row numbers of a batch."""
-        first = batch * self._rows_per_batch
-        places = range(first, first + self._rows_per_batch)
+        return self.rows_from(batch * self._rows_per_batch, self._rows_per_batch)
+
+    def rows_from(self, place: int, count: int) -> list[int]:
+        """Row numbers at `count` places of the endless order, from the given one on: what a batch of another size reads."""
+        places = range(place, place + count)
         orders = {epoch: self._order(epoch) for epoch in {place // self._num_rows for place in places}}
         return [int(orders[place // self._num_rows][place % self._num_rows]) for place in places]
 

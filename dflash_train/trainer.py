@@ -1,0 +1,529 @@
+"""The training run: targets and drafters in one process for each host, from warm-up to the last checkpoint.
+
+Drafter threads meet twice in a step. At the first meeting one of them combines the gradients while the others wait; then
+each updates its own weights; at the second one of them closes the step: averages weights if it is time, counts, logs,
+hands a snapshot to the checkpoint writer, and decides whether the run goes on. No drafter updates before all have their
+gradients, so whatever happens during forward and backward leaves a state that can be saved.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+import compile_guard
+from dflash_train.averaging import Hosts, combine
+from dflash_train.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    Progress,
+    Snapshot,
+    changes,
+    checkpoints,
+    mean_of,
+    read_checkpoint,
+    write,
+)
+from dflash_train.config import ConfigError, RunConfig
+from dflash_train.config_files import dump_config
+from dflash_train.data import MANIFEST, Documents
+from dflash_train.losses import LossSums, add_sums
+from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib, summarise
+from dflash_train.packing import PackedDocuments
+from dflash_train.pipeline import (
+    Clock,
+    Crew,
+    Meeting,
+    Pipeline,
+    Source,
+    Stopped,
+    Topology,
+    dump_stacks,
+    hand_over,
+    parse_devices,
+    receive,
+    with_states,
+)
+from dflash_train.replica import Replica, learning_rate
+from dflash_train.targets import Target, load_target
+from dflash_train.tiny_data import make_tiny_data
+from dflash_train.vocabulary import Vocabulary
+
+Report = Callable[[str], None]
+
+
+class TrainingError(RuntimeError):
+    """A run that ended before its last step; the message has the cause, and what a resumed run starts from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    progress: Progress
+    checkpoint: Path | None
+    """The last complete one."""
+    signal: int = 0
+    """Number of the signal that ended it early, or 0."""
+    findings: tuple[str, ...] = ()
+    """Of the guard, from the end of the warm-up on."""
+
+
+def train(config: RunConfig, run: Path, *, resume: bool = False, log: Sequence[str] = (), report: Report = print) -> Outcome:
+    """Train a drafter into the folder `run`; returns when the last step is saved, or after a signal, having saved.
+
+    Call it from the main thread. Under `torchrun` every process calls it alike.
+
+    Args:
+        config: all settings.
+        run: folder of checkpoints, `metrics.jsonl` and the rest.
+        resume: go on from the last complete checkpoint in it, if there is one.
+        log: further loggers, by the names that `metrics.open_logger` takes.
+        report: told what a person should read.
+
+    Raises:
+        ConfigError: the settings do not fit the target, the data, the machine or the checkpoint.
+        DataError, TargetError: data or target cannot be read.
+        TrainingError: a thread failed, the loss was not finite too often, or nothing moved; its `__cause__` is what happened.
+    """
+    compile_guard.install()
+    hosts = Hosts()
+    with StopSignals() as signals:
+        outcome = _Run(config, run, hosts, signals, report if hosts.rank == 0 else _say_nothing).execute(resume, log)
+    hosts.close()
+    return outcome
+
+
+def _say_nothing(message: str) -> None:
+    pass
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks the run to save and end, a second one leaves at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        """Number of the signal, 0 for none."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+
+
+class _Run:
+    """One call of `train`."""
+
+    def __init__(self, config: RunConfig, run: Path, hosts: Hosts, signals: StopSignals, report: Report) -> None:
+        self.config = config
+        self.run = run
+        self.hosts = hosts
+        self.signals = signals
+        self.report = report
+        self.target_devices = parse_devices(config.train.target_devices, "target")
+        self.drafter_devices = parse_devices(config.train.drafter_devices, "drafter")
+        num_drafters = len(self.drafter_devices)
+        self.topology = Topology(drafters_here=num_drafters, hosts=hosts.size, rank=hosts.rank)
+        self.progress = Progress()
+        self.last_saved = 0
+        self.findings: list[str] = []
+        self.crew = Crew()
+        self.writer = CheckpointWriter(run, hosts, config.train.keep_last)
+        self.loggers: list[Logger] = []
+        # Of the step in progress, one for each drafter here.
+        self._sums: list[Tensor] = [torch.zeros(0)] * num_drafters
+        self._updates = [(0.0, True)] * num_drafters
+        self._denominators = [0.0] * num_drafters
+        self._tokens = [0] * num_drafters
+        self._leaving = False
+        self._consistent = True
+        """Whether all drafters stand between the same two steps."""
+        self._accepted: list[float] = []
+        self._combined = Meeting(num_drafters, self._combine)
+        self._closed = Meeting(num_drafters, self._close_step)
+        # Not the second one: who has met to combine goes on to the end of the step, whatever failed elsewhere.
+        self.crew.on_stop(self._combined.close)
+
+    # Preparation: in the main thread.
+
+    def execute(self, resume: bool, log: Sequence[str]) -> Outcome:
+        """The whole run."""
+        checkpoint = self._choose_checkpoint(resume)
+        self.hosts.agree("number of drafter devices", self.topology.drafters_here)
+        self.hosts.agree("checkpoint to resume from", checkpoint.progress.step if checkpoint else 0)
+        self._load(checkpoint)
+        if self.hosts.rank == 0:
+            (self.run / "config.toml").write_text(dump_config(self.config), "utf-8")
+            self.loggers.append(JsonLines(self.run / METRICS, self.progress.step))
+            self.loggers += [open_logger(name, self.run, {"config": dump_config(self.config)}) for name in log]
+        if self.progress.step >= self.config.train.steps:
+            self.report(f"{self.run} has all {self.config.train.steps} steps already")
+            return self._outcome()
+        self._warm_up()
+        if self.signals.received:
+            self.report("stopped before the first step; nothing to save")
+            return self._outcome()
+        stop_listening = compile_guard.findings.listen(self._note_finding)
+        try:
+            with compile_guard.sealed():
+                self._train()
+        finally:
+            stop_listening()
+            for logger in self.loggers:
+                logger.close()
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        kept = checkpoints(self.run)
+        return Outcome(
+            progress=self.progress,
+            checkpoint=kept[-1] if kept else None,
+            signal=self.signals.received,
+            findings=tuple(self.findings),
+        )
+
+    def _choose_checkpoint(self, resume: bool) -> Checkpoint | None:
+        self.run.mkdir(parents=True, exist_ok=True)
+        kept = checkpoints(self.run)
+        if kept and not resume:
+            raise ConfigError(f"{self.run} has {kept[-1].name} already; pass --resume to go on, or another -o DIR")
+        if not kept:
+            if resume:
+                self.report(f"{self.run} has no complete checkpoint yet: starting at step 0")
+            return None
+        checkpoint = read_checkpoint(kept[-1])
+        self.report(f"resuming from {checkpoint.path}")
+        for change in changes(checkpoint.config, self.config):
+            self.report(f"  changed: {change}")
+        return checkpoint
+
+    def _load(self, checkpoint: Checkpoint | None) -> None:
+        config = self.config
+        loaded: dict[torch.device, Target] = {}
+        for device in self.target_devices:
+            if device not in loaded:
+                loaded[device] = load_target(config.target, config.drafter.taps, device)
+                loaded[device].check(config.drafter)
+        self.targets = [loaded[device] for device in self.target_devices]
+        data = self._load_data(self.targets[0])
+        dtype = getattr(torch, config.train.dtype)
+        vocabularies: dict[torch.device, Vocabulary] = {}
+        for device in self.drafter_devices:
+            if device not in vocabularies:
+                nearest = loaded.get(device, self.targets[0])
+                vocabularies[device] = nearest.vocabulary(config.drafter.embedding_scale).to(device, dtype)
+        self.replicas = [Replica(config, device, vocabularies[device]) for device in self.drafter_devices]
+        if checkpoint is not None:
+            if checkpoint.progress.data != self.progress.data:
+                raise ConfigError(
+                    f"cannot resume: {checkpoint.path} was trained on {checkpoint.progress.data}, and data.path now has "
+                    f"{self.progress.data}; give it the same data"
+                )
+            self.progress = checkpoint.progress
+            self.last_saved = self.progress.step
+            first = self.topology.rank * self.topology.drafters_here
+            for i, replica in enumerate(self.replicas):
+                state = checkpoint.replica(first + i, self.topology.drafters, alike=self._must_be_alike)
+                replica.load_weights(_part(state, "weight."))
+                replica.load_moments(_part(state, "moment."))
+                if i == 0 and "rng.cpu" in state:
+                    torch.set_rng_state(state["rng.cpu"].to(torch.uint8))
+        self.source = Source(data, config, self.topology, self.progress.step, self.progress.place)
+        dtypes = f"{config.train.dtype} on {', '.join(map(str, self.drafter_devices))}"
+        self.report(
+            f"{len(self.targets)} target threads on {', '.join(map(str, self.target_devices))}; "
+            f"{len(self.replicas)} drafters in {dtypes}; {self.hosts.size} hosts; {self.source.rows_per_step} rows of "
+            f"{config.data.row_length} tokens a step; {self.progress.data}"
+        )
+
+    def _load_data(self, target: Target) -> PackedDocuments:
+        folder = Path(self.config.data.path)
+        if not self.config.data.path:
+            if self.config.target.path != "tiny":
+                raise ConfigError("data.path is empty; name a folder that `dflash-train prepare` wrote")
+            folder = self.run / "data"
+            if self.hosts.rank == 0 and not (folder / MANIFEST).is_file():
+                make_tiny_data(target, folder, seed=self.config.target.seed)
+            self.hosts.wait()
+        documents = Documents(folder)
+        manifest = documents.manifest
+        if manifest.vocab_size > self.config.drafter.vocab_size:
+            raise ConfigError(
+                f"{folder} was made by a tokenizer of {manifest.vocab_size} ids, more than drafter.vocab_size = "
+                f"{self.config.drafter.vocab_size}; it belongs to another target"
+            )
+        data = PackedDocuments(documents, self.config.data.row_length)
+        counts = f"{manifest.documents} documents, {manifest.tokens} tokens, {len(data)} rows"
+        self.progress = replace(self.progress, data=f"{counts}, tokenizer {manifest.tokenizer[:12]}")
+        return data
+
+    @property
+    def _must_be_alike(self) -> bool:
+        return self.config.train.synchronise == "gradients" or self.topology.drafters == 1
+
+    @property
+    def _alike(self) -> bool:
+        """Whether all drafters have the same weights and moments between the current two steps."""
+        train = self.config.train
+        return self._must_be_alike or (train.average_moments and self.progress.step % train.average_every == 0)
+
+    def _warm_up(self) -> None:
+        """Run the first batch through every target and drafter, in turn: all compiles happen here, forward and backward."""
+        began = time.perf_counter()
+        batch = self.source.batch(0)
+        dtype = getattr(torch, self.config.train.dtype)
+        for target in dict.fromkeys(self.targets):
+            made = with_states(batch, target)
+        for replica in self.replicas:
+            if self.signals.received:
+                return
+            here = hand_over(made, replica.device, dtype)
+            try:
+                with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
+                    sums = replica.accumulate(here.rows, here.anchors, receive(here, replica.device))
+                float(sums.numerator)  # until the device is done
+            except RuntimeError as error:  # out of memory, or a compile that failed
+                raise TrainingError(
+                    f"the first batch failed on {replica.device}: {type(error).__name__}: {error}. Nothing was trained; "
+                    "`dflash-train doctor` tells what a drafter needs"
+                ) from error
+            replica.zero_grad()
+        self.report(f"warmed up in {time.perf_counter() - began:.1f} s; from here on a compile is a finding")
+
+    # The run: main thread and crew.
+
+    def _train(self) -> None:
+        dtype = getattr(torch, self.config.train.dtype)
+        self.pipeline = Pipeline(
+            self.crew, self.source, self.targets, self.drafter_devices, dtype, self.config.train.prefetch
+        )
+        for i, device in enumerate(self.drafter_devices):
+            self.crew.add(f"drafter-{i}", device, lambda clock, i=i: self._run_drafter(i, clock))  # type: ignore[misc]
+        self._began = self._step_ended = time.perf_counter()
+        self._first_step = self.progress.step
+        self._counted = (0, 0)
+        self.crew.start()
+        while not self.crew.wait(1.0):
+            if time.perf_counter() - self._step_ended > self.config.train.stall_seconds:
+                dump_stacks()
+                self.crew.stop("watchdog", TimeoutError(f"no step ended within {self.config.train.stall_seconds:.0f} s"))
+                break
+        stuck = self.crew.join()
+        self._finish(stuck)
+
+    def _run_drafter(self, index: int, clock: Clock) -> None:
+        replica, channel = self.replicas[index], self.pipeline.channels[index]
+        while True:
+            step = self.progress.step
+            parts: list[LossSums] = []
+            for _ in range(self.config.train.accumulation):
+                with clock("wait"):
+                    received = channel.get()
+                assert received is not None
+                batch = received[1]
+                assert batch.step == step
+                with clock("compute"):
+                    parts.append(replica.accumulate(batch.rows, batch.anchors, receive(batch, replica.device)))
+                self._tokens[index] += batch.num_tokens
+            with clock("compute"):
+                self._sums[index] = torch.stack(list(vars(add_sums(parts)).values())).cpu().double()
+            with clock("sync"):
+                self._combined.wait()
+            with clock("compute"):
+                try:
+                    self._updates[index] = replica.update(step, self._denominators[index])
+                except BaseException:
+                    self._closed.close()  # the others would wait for this one
+                    raise
+            with clock("sync"):
+                self._closed.wait()
+            if self._leaving:
+                raise Stopped
+
+    def _combine(self) -> None:
+        """First meeting: by one drafter thread, while the others wait."""
+        which = list(vars(_NO_SUMS)).index("denominator")
+        self._denominators = [float(sums[which]) for sums in self._sums]
+        if self.config.train.synchronise == "gradients":
+            total = torch.tensor([sum(self._denominators)], dtype=torch.float64)
+            self.hosts.sum([total])
+            self._denominators = [float(total)] * len(self.replicas)
+            combine([replica.gradients for replica in self.replicas], self.hosts)
+        self._consistent = False
+
+    def _close_step(self) -> None:
+        """Second meeting: by one drafter thread, while the others wait."""
+        train = self.config.train
+        bad = sum(not finite for _, finite in self._updates)
+        # Everything that all hosts must know or decide alike, in one sum.
+        shared = torch.cat([sum(self._sums), torch.tensor([bad, self.signals.received > 0, sum(self._tokens)])])  # type: ignore[list-item]
+        self.hosts.sum([shared])
+        *values, bad, stop, tokens = shared.tolist()
+        step = self.progress.step + 1
+        self.progress = replace(
+            self.progress,
+            step=step,
+            place=self.progress.place + self.source.rows_per_step,
+            bad_steps=self.progress.bad_steps + (bad > 0),
+            bad_in_a_row=self.progress.bad_in_a_row + 1 if bad else 0,
+        )
+        if train.synchronise == "weights" and step % train.average_every == 0:
+            self._average()
+        self._consistent = True
+        self._leaving = stop > 0 or step == train.steps
+        self._log(dict(zip(vars(_NO_SUMS), values, strict=True)), int(tokens))
+        if self._leaving or step % train.save_every == 0:
+            self.writer.submit(self._snapshot())
+            self.last_saved = step
+            self._accepted.clear()
+        if self.progress.bad_in_a_row >= train.max_bad_steps:
+            raise FloatingPointError(
+                f"{self.progress.bad_in_a_row} steps in a row had gradients that are not finite; lower train.learning_rate, or "
+                "look at the data from this step on"
+            )
+
+    def _average(self) -> None:
+        share = 1 / self.topology.drafters
+        combine([list(replica.masters.values()) for replica in self.replicas], self.hosts, share)
+        if self.config.train.average_moments:
+            combine([list(replica.moments().values()) for replica in self.replicas], self.hosts, share)
+        for replica in self.replicas:
+            replica.publish()
+
+    def _log(self, sums: dict[str, float], tokens: int) -> None:
+        now = time.perf_counter()
+        spent = max(1e-9, now - self._step_ended)
+        self._step_ended = now
+        made = sum(self.pipeline.target_tokens)
+        before, self._counted = self._counted, (made, tokens)
+        train, progress = self.config.train, self.progress
+        accept = sums["accepted"] / max(1.0, sums["blocks"])
+        self._accepted.append(accept)
+        clocks = self.crew.clocks
+        done = progress.step - self._first_step
+        record = StepRecord(
+            step=progress.step,
+            steps=train.steps,
+            loss=sums["numerator"] / sums["denominator"] if sums["denominator"] else 0.0,
+            accept=accept,
+            accuracy=sums["correct"] / max(1.0, sums["supervised"]),
+            lr=learning_rate(progress.step - 1, train),
+            grad_norm=self._updates[0][0],
+            target_tok_s=(made - before[0]) / spent,
+            drafter_tok_s=(tokens - before[1]) / spent,
+            target_wait=_mean_share(clocks, "target"),
+            drafter_wait=_mean_share(clocks, "drafter"),
+            memory_gib=peak_memory_gib([*self.target_devices, *self.drafter_devices]),
+            bad_steps=progress.bad_steps,
+            epoch=self.source.epoch(progress.place),
+            saved=self.last_saved,
+            eta_s=(now - self._began) / max(1, done) * (train.steps - progress.step),
+        )
+        for logger in self.loggers:
+            logger.log(vars(record))
+        if progress.step % train.log_every == 0 or self._leaving or progress.bad_in_a_row:
+            self.report(record.line())
+
+    def _snapshot(self) -> Snapshot:
+        """Copies on the CPU of what a checkpoint holds; all hosts take part where drafters differ."""
+        alike = self._alike
+        if alike:
+            weights = mean_of([self.replicas[0].masters])
+        else:
+            weights = mean_of([replica.masters for replica in self.replicas])
+            self.hosts.sum(list(weights.values()))
+            weights = {name: weight / self.hosts.size for name, weight in weights.items()}
+        files: dict[int, dict[str, Tensor]] = {}
+        first = self.topology.rank * self.topology.drafters_here
+        for i, replica in enumerate(self.replicas):
+            if alike and first + i > 0:
+                break
+            kept = {f"moment.{name}": value for name, value in replica.moments().items()}
+            if not alike:
+                kept |= {f"weight.{name}": value for name, value in replica.masters.items()}
+            files[first + i] = {name: value.detach().to("cpu", copy=True) for name, value in kept.items()}
+            files[first + i]["rng.cpu"] = torch.get_rng_state()
+        accepted = sum(self._accepted) / max(1, len(self._accepted))
+        return Snapshot(
+            progress=replace(self.progress, acceptance=accepted),
+            config=self.config,
+            weights=weights,
+            replicas=files,
+            num_replicas=1 if alike else self.topology.drafters,
+        )
+
+    # The end: in the main thread.
+
+    def _finish(self, stuck: Sequence[str]) -> None:
+        cause = self.crew.cause
+        try:
+            self.writer.wait()
+        except (OSError, SafetensorError, TimeoutError) as error:
+            cause = cause or error
+        self.writer.close()
+        if cause is None:
+            if self.hosts.rank == 0:
+                summarise(self.run, self.crew.clocks, self.findings, self.report)
+            return
+        saved = self._save_after_failure(stuck)
+        thread = f"thread {self.crew.failed}" if self.crew.failed else "the run"
+        what = f"{type(cause).__name__}: {cause}".rstrip(".")
+        raise TrainingError(f"{thread} failed after step {self.progress.step}: {what}. {saved}") from cause
+
+    def _save_after_failure(self, stuck: Sequence[str]) -> str:
+        """What a resumed run starts from, in words; saves the last step first if all drafters stand there."""
+        kept = checkpoints(self.run)
+        last = f"{kept[-1].name} is complete; --resume goes on from it" if kept else "No checkpoint was complete yet"
+        if (kept and kept[-1].name == f"step-{self.progress.step:06d}") or self.progress.step == 0:
+            return last
+        if self.hosts.size > 1:
+            return f"Other hosts may stand elsewhere, so nothing was saved now. {last}"
+        if stuck or not self._consistent:
+            return f"The drafters stand at different steps, so nothing was saved now. {last}"
+        try:
+            write(self.run, self._snapshot(), self.hosts, self.config.train.keep_last)
+        except (OSError, SafetensorError, RuntimeError) as error:  # a GPU that failed may refuse the copy as well
+            return f"Saving failed too ({error}). {last}"
+        return f"Step {self.progress.step} was saved; --resume goes on from it"
+
+    def _note_finding(self, finding: compile_guard.Finding) -> None:
+        if finding.prevented:
+            return
+        self.findings.append(finding.key)
+        with (self.run / "findings.log").open("a", encoding="utf-8") as file:
+            file.write(f"{finding}\n\n")
+
+
+_NO_SUMS = LossSums(**dict.fromkeys(LossSums.__dataclass_fields__, torch.zeros(())))
+
+
+def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _mean_share(clocks: Sequence[Clock], role: str) -> float:
+    shares = [clock.share("wait") for clock in clocks if clock.name.startswith(role)]
+    return sum(shares) / max(1, len(shares))

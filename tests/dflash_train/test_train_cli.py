@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from runs import SMALL
+
+from dflash_train.cli import main
+from dflash_train.config_files import load_config
+from dflash_train.data import Documents
+
+
+def overrides(*settings: str) -> list[str]:
+    return [f"--set={setting}" for setting in settings]
+
+
+def test_train_makes_its_own_data_and_names_the_last_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    run = tmp_path / "run"
+    command = ["train", "tiny-cpu", "-o", str(run), *overrides(*SMALL, "train.steps=2", "train.log_every=1")]
+    assert main([*command, "--target-gpus", "cpu:0,cpu:1", "--drafter-devices", "cpu,cpu"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{run}/step-000002\n"
+    assert "step 00002/00002 | loss " in captured.err
+    assert "drafter-1" in captured.err
+    assert len(Documents(run / "data")) == 64
+    resolved = load_config(run / "config.toml")
+    assert (resolved.train.target_devices, resolved.train.drafter_devices) == ("cpu:0,cpu:1", "cpu,cpu")
+    assert main(command) == 2
+    assert "has step-000002 already; pass --resume to go on" in capsys.readouterr().err
+    # The data and the devices are the run's own: resuming with other devices says so and goes on.
+    assert main([*command, "--resume", "--set=train.steps=3"]) == 0
+    assert "changed: train.drafter_devices was 'cpu,cpu' and is now 'auto'" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_exits_with_one_and_one_that_cannot_start_with_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["train", "tiny-cpu", "-o", str(tmp_path / "run"), *overrides(*SMALL, f"data.path={tiny_data}")]
+    assert main([*command, "--drafter-devices", "cuda:77"]) == 2
+    assert "train.drafter_devices names cuda:77, but this machine has" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    assert main([*command, "--log", "trackio"]) == 2
+    assert "--log trackio needs that package: pip install trackio" in capsys.readouterr().err
+
+    def broken(*arguments: object) -> None:
+        raise OSError("no such disk")
+
+    monkeypatch.setattr("dflash_train.pipeline.Pipeline._read", broken)
+    assert main(command) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("dflash-train: thread reader failed after step 0: OSError: no such disk. No checkpoint")
+
+
+def test_a_target_on_disk_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "gemma3-270m", "-o", str(tmp_path / "run"), "--target-devices=cpu", "--drafter-devices=cpu"]
+    assert main(command) == 2
+    assert json.dumps("gemma-3-270m")[1:-1] in capsys.readouterr().err
