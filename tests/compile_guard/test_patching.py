@@ -34,7 +34,7 @@ def test_swapped_code_reaches_holders_of_the_function_and_the_original_still_wor
     assert patches.undo() == []
     assert double.__code__ is code
     assert double(3) == 6
-    assert not [name for name in globals() if "compile_guard" in name]
+    assert not [name for name in globals() if "compile_guard_double" in name]
 
 
 def test_swapped_code_keeps_file_line_and_source(patches: Patches) -> None:
