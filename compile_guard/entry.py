@@ -257,6 +257,11 @@ class Gate:
 
         if all_ended():
             return
+        if TRACE_LOCK.owned():
+            raise GuardError(
+                "reset was called by the holder of the trace lock while other threads are inside compiled calls, which may "
+                "need the lock before they can end. Call it outside compile_guard.exclusive()."
+            )
         if _running or seen:
             findings.report(
                 Finding(

@@ -190,6 +190,29 @@ def test_a_call_made_inside_a_trace_passes_the_closed_gate(guard: Any, puppet: M
         resetting.result()
 
 
+def test_a_reset_by_the_holder_of_the_lock_says_so_while_calls_run(guard: Any, puppet: MakePuppet) -> None:
+    """The running call may need the lock before it can end: waiting for it with the lock held would be for ever."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    @torch._dynamo.disable
+    def stand() -> None:
+        inside.set()
+        wait(go_on)
+
+    def stands(y: torch.Tensor) -> torch.Tensor:
+        stand()
+        return y + 1
+
+    running = puppet().start(torch.compile(stands, backend="eager"), x)
+    wait(inside)
+    with compile_guard.exclusive(), pytest.raises(GuardError, match="by the holder of the trace lock"):
+        torch._dynamo.reset()
+    go_on.set()
+    torch.testing.assert_close(running.result(), x + 1)
+    with compile_guard.exclusive():
+        torch._dynamo.reset()
+
+
 def test_a_disabled_function_and_a_backward_pass_the_closed_gate(guard: Any, puppet: MakePuppet) -> None:
     """They walk no cache, and somebody inside a compiled call may wait for them."""
     inside, go_on = threading.Event(), threading.Event()
