@@ -161,7 +161,8 @@ def walk_tree(tree: Tree, posterior: Tensor) -> Walk:
 def _pairs(num_parents: int, width: int, num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(rank of the parent, rank of the token) of every child that can be among the best `num_nodes` of its depth, in
     the order that decides ties; made once per shape, so that the loop copies nothing to the device."""
-    parents, ranks = [], []
+    parents: list[int] = []
+    ranks: list[int] = []
     for parent in range(min(num_parents, num_nodes)):
         count = min(width, num_nodes // (parent + 1))
         parents += [parent] * count
