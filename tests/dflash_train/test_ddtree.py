@@ -41,11 +41,14 @@ def brute_force(logits: Tensor) -> dict[tuple[int, ...], float]:
     return {prefix: float(score) for prefix, score in scores.items()}
 
 
-marginals = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**31), st.sampled_from([None, 1, 2, 4])).map(
-    # Rounded logits make ties, within a position and between prefixes.
-    lambda d: torch.randn(3, d[0], d[1], generator=torch.Generator().manual_seed(d[2])).mul(2)
-    if d[3] is None
-    else torch.randn(3, d[0], d[1], generator=torch.Generator().manual_seed(d[2])).mul(d[3]).round().div(d[3])
+def draw_marginals(depth: int, vocab: int, seed: int, steps: int | None) -> Tensor:
+    """[3, depth, vocab] logits; rounded to 1/`steps` there are ties, within a position and between prefixes."""
+    logits = torch.randn(3, depth, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+    return logits if steps is None else (logits * steps).round() / steps
+
+
+marginals = st.builds(
+    draw_marginals, st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**31), st.sampled_from([None, 1, 2, 4])
 )
 
 

@@ -158,9 +158,7 @@ def test_what_cannot_be_done_is_said(
     assert message in capsys.readouterr().err
 
 
-def test_a_report_that_exists_is_not_overwritten(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_exists_is_not_overwritten(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").write_text('{"rows": []}')
     assert evaluate(trained, tmp_path, "--mode", "ar")[0] == 2
     assert "pass --overwrite" in capsys.readouterr().err
