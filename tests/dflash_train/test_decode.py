@@ -152,7 +152,7 @@ def test_the_chi_square_notices_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) ->
     """Accepting by the drafter's word alone must fail the test above: the test has power, with a fifth of its samples."""
     monkeypatch.setattr(sys.modules[__name__], "SAMPLES", 10_000)
     monkeypatch.setattr(decode, "accept_chain", lambda drafts, q, p, g, real=decode.accept_chain: real(drafts, q * 0, p, g))
-    with pytest.raises(AssertionError, match="> 0.001"):
+    with pytest.raises(AssertionError, match=r"> 0\.001"):
         test_sampled_tokens_have_the_targets_distribution("chain", None, 1.0, 1.0)
 
 
