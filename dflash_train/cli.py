@@ -1,5 +1,5 @@
-"""`python -m dflash_train`: prepare, regenerate, doctor, train, export, config. Data on stdout, talk on stderr; 0 done, 1 a run
-that failed, 2 could not; 128 + number of the signal for a run that a signal ended."""
+"""`python -m dflash_train`: prepare, regenerate, doctor, train, export, eval, config. Data on stdout, talk on stderr; 0 done, 1 a
+run that failed, 2 could not; 128 + number of the signal for a run that a signal ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="dflash-train", description="Train DFlash drafters for speculative decoding.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_prepare, _add_regenerate, _add_doctor, _add_train, _add_export, _add_config):
+    for add in (_add_prepare, _add_regenerate, _add_doctor, _add_train, _add_export, _add_eval, _add_config):
         add(commands)
     options = parser.parse_args(arguments)
     command: Callable[[argparse.Namespace], int | None] = options.command
@@ -208,6 +208,62 @@ def _export(options: argparse.Namespace) -> None:
     print(f"{options.output}: {options.format} format, {options.dtype}")
 
 
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="measure acceptance length and speed of a drafter by decoding")
+    parser.set_defaults(command=_eval)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of one of its steps")
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True, metavar="FILE", help="JSONL, one task each")
+    _add_tokenizer(parser, required=False)
+    parser.add_argument("--mode", type=_names, default="ar,chain,ddtree,lookup", help="(%(default)s)")
+    parser.add_argument("--budget", type=_positives, default="64", help="drafted nodes of ddtree (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=_positive, default=1, help="prompts at once (%(default)s)")
+    parser.add_argument("--limit", type=_positive, help="first prompts of each file only")
+    parser.add_argument("--device", default=None, help="such as cuda:0 (a GPU if there is one)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there")
+    parser.add_argument("--overwrite", action="store_true")
+
+
+def _eval(options: argparse.Namespace) -> None:
+    import torch
+
+    from dflash_train.chat_tokenizers import ChatTokenizer, load_tokenizer
+    from dflash_train.decode import DecodeConfig
+    from dflash_train.evaluate import evaluate, format_table
+
+    # Said before the work and not after it.
+    if options.json is not None and options.json.exists() and not options.overwrite:
+        raise ConfigError(f"{options.json} exists; pass --overwrite or --json another file")
+
+    def tokenizer(target: str) -> ChatTokenizer:
+        source = options.tokenizer or ("bytes" if target == "tiny" else target)
+        return load_tokenizer(source, options.template, dict(options.template_arg))
+
+    report = evaluate(
+        options.run,
+        options.prompts,
+        tokenizer,
+        modes=options.mode,
+        budgets=options.budget,
+        config=DecodeConfig(
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+        ),
+        batch_size=options.batch_size,
+        limit=options.limit,
+        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    print(format_table(report))
+
+
 def _add_config(commands: Any) -> None:
     parser = commands.add_parser("config", help="print a preset or file with every setting resolved")
     parser.set_defaults(command=_config)
@@ -241,6 +297,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(number) for number in text.split(",")]
 
 
 def _name_and_value(text: str) -> tuple[str, Any]:

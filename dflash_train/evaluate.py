@@ -1,0 +1,280 @@
+"""`eval`: acceptance length and speed of a trained drafter, mode by mode on the same prompts.
+
+What a drafter is worth shows here and not in its training accuracy: tau is counted on text that the target writes while
+it is drafted for. Every speed-up is against `ar`, plain decoding by the same loop and the same caches.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_train.chat_tokenizers import ChatTokenizer
+from dflash_train.config import ConfigError
+from dflash_train.conversations import DataError, Sample, read_samples
+from dflash_train.decode import MODES, DecodeConfig, Decoder, Generation, Mode
+from dflash_train.drafter import Drafter
+from dflash_train.drafter_files import read_run
+from dflash_train.targets import load_target
+
+LOOP_TOKENS = 16
+"""A text loops from where it repeats this many tokens in a row: any copier predicts the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt to decode from."""
+
+    task: str
+    """Name of the file that it came from, without its ending."""
+    tokens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One mode on one task (or on all of them)."""
+
+    mode: Mode
+    budget: int | None
+    """Drafted nodes of the tree; None but for ddtree."""
+    task: str
+    """`all` for the sum."""
+    prompts: int
+    tokens: int
+    """Written, first tokens included."""
+    steps: int
+    """Per prompt and pass of the target, prompts' passes not included."""
+    tau: float | None
+    """Tokens per step: accepted drafts + 1. None without a step."""
+    tau_before_loop: float | None
+    """The same over the steps before a text first repeats 16 tokens in a row."""
+    acceptance_by_position: list[float | None]
+    """[D] share of steps in which at least 1, 2, … drafts were accepted."""
+    tokens_per_second: float
+    """Tokens of steps over time of steps, whole batches; prompts' passes and first tokens are in neither."""
+    speedup: float | None
+    """tokens_per_second over that of `ar` on the same task; None if `ar` was not run."""
+    same_as_ar: int | None
+    """Prompts whose greedy text is that of `ar`, token by token; None if sampled or `ar` was not run."""
+
+
+def evaluate(
+    run: Path,
+    prompt_files: Sequence[Path],
+    tokenizer: Callable[[str], ChatTokenizer],
+    *,
+    modes: Sequence[Mode] = ("ar", "chain", "ddtree", "lookup"),
+    budgets: Sequence[int] = (64,),
+    config: DecodeConfig | None = None,
+    batch_size: int = 1,
+    limit: int | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """Decode every prompt in every mode; returns the report that `--json` writes.
+
+    Args:
+        run: folder of a run or of one of its steps; its settings name the target.
+        prompt_files: JSON lines as for `prepare`; of conversations all turns before the last answer are the prompt, and
+            of plain text all of it. The files' names are the tasks.
+        tokenizer: makes the tokenizer of a target, given its path.
+        modes: in the order in which they run.
+        budgets: trees of each size are a mode of their own.
+        config: sampling and length; stop and suppressed tokens are the tokenizer's.
+        batch_size: prompts at once.
+        limit: first prompts of each file.
+        device: of target and drafter.
+
+    Raises:
+        ConfigError: the run, a mode or a budget.
+        DataError: the prompts.
+        TargetError: the target.
+    """
+    _check(modes, budgets)
+    settings, weights = read_run(run)
+    words = tokenizer(settings.target.path)
+    prompts = [prompt for path in prompt_files for prompt in read_prompts(path, words, limit)]
+    config = replace(config or DecodeConfig(), stop_ids=words.stop_ids, suppressed_ids=words.suppressed_ids)
+    target = load_target(settings.target, settings.drafter.taps, device)
+    drafter = Drafter(settings.drafter)
+    drafter.load_state_dict(weights)
+    dtype = target.vocabulary().embedding.dtype
+    decoder = Decoder(target, drafter.to(device, dtype).eval().requires_grad_(False))
+
+    ways: list[tuple[Mode, int | None]] = [
+        way for mode in modes for way in ([(mode, budget) for budget in budgets] if mode == "ddtree" else [(mode, None)])
+    ]
+    batches = list(_batches(prompts, batch_size))
+    measured: dict[tuple[Mode, int | None], list[_Measured]] = {}
+    for mode, budget in ways:
+        # The first batch once before the clock runs: kernels are chosen, and memory is taken, at the first use.
+        decoder.generate([p.tokens for p in batches[0]], mode, config, budget=budget)
+        measured[mode, budget] = [_measure(decoder, batch, mode, config, budget) for batch in batches]
+    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
+    rows = [
+        _row(mode, budget, task, batch, measured.get(("ar", None)), decoder.num_lookup, greedy=not config.temperature)
+        for (mode, budget), batch in measured.items()
+        for task in (["all", *tasks] if len(tasks) > 1 else ["all"])
+    ]
+    return {
+        "version": 1,
+        "run": str(run),
+        "target": settings.target.path,
+        "prompts": [str(path) for path in prompt_files],
+        "batch_size": batch_size,
+        "block_size": settings.drafter.block_size,
+        "decode": asdict(config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def read_prompts(path: Path, tokenizer: ChatTokenizer, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a file.
+
+    Raises:
+        DataError: a bad line, a conversation that asks nothing, or no prompt at all.
+    """
+    prompts: list[Prompt] = []
+    for sample in read_samples(path):
+        if limit is not None and len(prompts) == limit:
+            break
+        if isinstance(sample, DataError):
+            raise sample
+        prompts.append(Prompt(task=path.stem, tokens=_prompt_tokens(sample, tokenizer)))
+    if not prompts:
+        raise DataError(f"{path} has no prompt: no line at all")
+    return prompts
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """The rows of a report as a table for people."""
+    lines = [f"{'mode':<12}{'task':<16}{'prompts':>8}{'tau':>8}{'no loop':>9}{'tok/s':>10}{'speed-up':>10}{'same':>8}"]
+    for row in report["rows"]:
+        name = row["mode"] if row["budget"] is None else f"{row['mode']} {row['budget']}"
+        speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+        tau, before = ("-" if row[name] is None else f"{row[name]:.2f}" for name in ("tau", "tau_before_loop"))
+        same = "" if row["same_as_ar"] is None else f"{row['same_as_ar']}/{row['prompts']}"
+        lines.append(
+            f"{name:<12}{row['task'][:15]:<16}{row['prompts']:>8}{tau:>8}{before:>9}"
+            f"{row['tokens_per_second']:>10,.0f}{speedup:>10}{same:>8}"
+        )
+    return "\n".join(lines)
+
+
+def steps_before_loop(generation: Generation) -> int:
+    """Steps that end before the text first repeats `LOOP_TOKENS` tokens in a row that stood in it before."""
+    seen: set[tuple[int, ...]] = set()
+    end = len(generation.tokens) + 1
+    for start in range(len(generation.tokens) - LOOP_TOKENS + 1):
+        gram = tuple(generation.tokens[start : start + LOOP_TOKENS])
+        if gram in seen:
+            end = start + LOOP_TOKENS
+            break
+        seen.add(gram)
+    written = 1  # the first token belongs to no step
+    for number, emitted in enumerate(generation.emitted):
+        written += emitted
+        if written >= end:
+            return number
+    return len(generation.emitted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """One batch in one mode: all of one task."""
+
+    task: str
+    generations: list[Generation]
+    seconds: float
+
+
+def _check(modes: Sequence[str], budgets: Sequence[int]) -> None:
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown or not modes:
+        raise ConfigError(f"--mode takes {','.join(MODES)}, or some of them; got {','.join(unknown) or 'nothing'}")
+    bad = [budget for budget in budgets if budget < 1]
+    if bad or ("ddtree" in modes and not budgets):
+        raise ConfigError(f"--budget takes numbers of drafted nodes from 1 on, such as 16,64,256; got {bad or 'nothing'}")
+
+
+def _prompt_tokens(sample: Sample, tokenizer: ChatTokenizer) -> list[int]:
+    if sample.text is not None:
+        tokens = [int(token) for token in tokenizer.encode_text(sample.text).tokens]
+        while tokens and tokens[-1] in tokenizer.stop_ids:  # the text is to be continued
+            tokens.pop()
+    else:
+        messages = list(sample.messages)
+        while messages and messages[-1].role == "assistant":
+            messages.pop()
+        if not messages:
+            raise DataError(f"{sample.place}: has no user turn to answer")
+        try:
+            tokens = tokenizer.encode_prompt(messages)
+        except DataError as error:
+            raise DataError(f"{sample.place}: {error}") from error
+    if not tokens:
+        raise DataError(f"{sample.place}: is empty; a prompt needs at least one token")
+    return tokens
+
+
+def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Batches of one task each, prompts in order."""
+    tasks: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        tasks.setdefault(prompt.task, []).append(prompt)
+    return [group[start : start + size] for group in tasks.values() for start in range(0, len(group), size)]
+
+
+def _measure(decoder: Decoder, batch: Sequence[Prompt], mode: Mode, config: DecodeConfig, budget: int | None) -> _Measured:
+    out = decoder.generate([prompt.tokens for prompt in batch], mode, config, budget=budget)
+    return _Measured(task=batch[0].task, generations=out.generations, seconds=out.decode_seconds)
+
+
+def _row(
+    mode: Mode,
+    budget: int | None,
+    task: str,
+    measured: Sequence[_Measured],
+    plain: Sequence[_Measured] | None,
+    num_drafts: int,
+    *,
+    greedy: bool,
+) -> Row:
+    def of_task(batches: Sequence[_Measured]) -> tuple[list[Generation], float]:
+        chosen = [batch for batch in batches if task in ("all", batch.task)]
+        return [g for batch in chosen for g in batch.generations], sum(batch.seconds for batch in chosen)
+
+    def speed(batches: Sequence[_Measured]) -> float:
+        texts, seconds = of_task(batches)
+        return sum(sum(g.emitted) for g in texts) / max(seconds, 1e-9)
+
+    generations, _ = of_task(measured)
+    emitted = [n for g in generations for n in g.emitted]
+    before_loop = [n for g in generations for n in g.emitted[: steps_before_loop(g)]]
+    pairs = None if plain is None or not greedy else zip(generations, of_task(plain)[0], strict=True)
+    return Row(
+        mode=mode,
+        budget=budget,
+        task=task,
+        prompts=len(generations),
+        tokens=sum(len(g.tokens) for g in generations),
+        steps=len(emitted),
+        tau=_mean(emitted),
+        tau_before_loop=_mean(before_loop),
+        acceptance_by_position=[_mean([n > k for n in emitted]) for k in range(1, num_drafts + 1)],
+        tokens_per_second=speed(measured),
+        speedup=None if plain is None else speed(measured) / max(speed(plain), 1e-9),
+        same_as_ar=None if pairs is None else sum(ours.tokens == theirs.tokens for ours, theirs in pairs),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    # None, not NaN, which JSON does not have.
+    return sum(values) / len(values) if values else None
