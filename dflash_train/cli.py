@@ -1,5 +1,7 @@
-"""`python -m dflash_train`: prepare, regenerate, doctor, train, export, eval, config. Data on stdout, talk on stderr; 0 done, 1 a
-run that failed, 2 could not; 128 + number of the signal for a run that a signal ended."""
+"""`python -m dflash_train`: prepare, regenerate, doctor, train, export, eval, config.
+
+Data on stdout, talk on stderr. Exit status: 0 done, 1 a run that failed, 2 could not, 128 + number of the signal that ended a run.
+"""
 
 from __future__ import annotations
 
