@@ -1,6 +1,6 @@
 """`python -m dflash_train`: prepare, regenerate, doctor, train, export, eval, config.
 
-Data on stdout, talk on stderr. Exit status: 0 done, 1 a run that failed, 2 could not, 128 + number of the signal that ended a run.
+Data on stdout, talk on stderr. Exit: 0 done, 1 a run that failed, 2 could not, 128 + number of the signal that ended a run.
 """
 
 from __future__ import annotations
