@@ -142,11 +142,11 @@ class Block:
 def thread_safe_checkpoint(original: Callable[..., Any], random_ops: RandomOps) -> Callable[..., Any]:
     """Stands for `torch.utils.checkpoint.checkpoint`, both modes.
 
-    With one thread in the process there is nobody to race with: the stock way is kept, which needs less memory.
+    Not left to the stock way where the process has one thread: another may start before the backward.
     """
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if random_ops.is_tracing() or threading.active_count() == 1:
+        if random_ops.is_tracing():
             return original(function, *args, **kwargs)
         replay = kwargs.pop("preserve_rng_state", True)
         return original(Block(function, random_ops, replay=replay), *args, preserve_rng_state=False, **kwargs)

@@ -7,17 +7,18 @@ in mode `raise`. Data goes to stdout, talk to stderr.
 from __future__ import annotations
 
 import argparse
+import builtins
 import json
 import os
-import runpy
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
 from compile_guard import __version__
-from compile_guard.findings import MODES, FindingError, findings
+from compile_guard.findings import MODES, FindingError, findings, mode_from_environment
 from compile_guard.install import install
 from compile_guard.report import text
 from compile_guard.tracing import TRACE_LOCK
@@ -37,12 +38,15 @@ def run(script: str, arguments: list[str], *, mode: str, report: Path | None) ->
     if report is not None and not report.parent.is_dir():
         print(f"compile-guard: --report {report}: the folder {report.parent} does not exist", file=sys.stderr)
         return CANNOT_RUN
+    if report is not None and report.is_dir():
+        print(f"compile-guard: --report {report} is a folder; name a file in it", file=sys.stderr)
+        return CANNOT_RUN
     # In the environment, so that an `install(mode=…)` of the program's own does not change what was asked for here.
     os.environ["COMPILE_GUARD"] = mode
     install()
     sys.argv = [script, *arguments]
     sys.path[0] = str(path.resolve().parent)
-    status = _status_of(script)
+    status = _status_of(path.absolute())
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()  # as the interpreter does when a program's main thread ends
@@ -57,10 +61,16 @@ def run(script: str, arguments: list[str], *, mode: str, report: Path | None) ->
     return status
 
 
-def _status_of(script: str) -> int:
-    """Run the script as the main program; its exit status, as the interpreter would give it."""
+def _status_of(script: Path) -> int:
+    """Run the script as the main program; its exit status, as the interpreter would give it.
+
+    Its module stays `__main__`: threads that outlive its last line look there for their classes.
+    """
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=str(script), __builtins__=builtins)
+    sys.modules["__main__"] = module
     try:
-        runpy.run_path(script, run_name="__main__")
+        exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
     except SystemExit as ended:
         if ended.code is None:
             return CLEAN
@@ -73,7 +83,7 @@ def _status_of(script: str) -> int:
         return 130
     except BaseException as error:
         if not isinstance(error, FindingError):
-            _print_without_our_frames(error, script)
+            _print_without_our_frames(error, str(script))
         else:
             print(error, file=sys.stderr)
         return 1
@@ -107,12 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"compile-guard {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("run", help="run an unmodified program under the guard, and report at its end")
-    verb.add_argument(
-        "--mode",
-        choices=[mode for mode in MODES if mode != "off"],
-        default="warn",
-        help="what becomes of findings (warn)",
-    )
+    verb.add_argument("--mode", choices=MODES, help="what becomes of findings (what COMPILE_GUARD says, else warn)")
     verb.add_argument("--report", type=Path, metavar="FILE", help="write the report here too; as JSON where FILE ends in .json")
     verb.add_argument("script", help="the program")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -125,5 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"compile-guard: torch cannot be imported ({error}); install it in this environment first", file=sys.stderr)
         return CANNOT_RUN
     if options.verb == "run":
-        return run(options.script, options.arguments, mode=options.mode, report=options.report)
+        try:
+            mode = options.mode or mode_from_environment("warn")
+        except ValueError as error:
+            print(f"compile-guard: {error}", file=sys.stderr)
+            return CANNOT_RUN
+        return run(options.script, options.arguments, mode=mode, report=options.report)
     return doctor(as_json=options.json)

@@ -159,7 +159,7 @@ def cache_of(function: types.FunctionType, options: CompileOptions) -> DeviceCac
     if cache.options != options:
         raise ValueError(
             f"compile(shared={options.shared!r}) of {function.__qualname__} was first called with "
-            f"{cache.options.torch_options}, now with {options.torch_options}: wrappers that share compiled code must be "
+            f"{cache.options}, now with {options}: wrappers that share compiled code must be "
             "compiled alike. Use another key, or the same options."
         )
     return cache
@@ -277,7 +277,7 @@ def _compile_callable(model: Any, options: CompileOptions) -> Any:
     elif isinstance(model, types.FunctionType):
         function, bound = model, ()
     else:
-        call = type(model).__call__
+        call = inspect.getattr_static(type(model), "__call__")  # a staticmethod takes no instance
         if isinstance(call, types.FunctionType):
             function, bound = call, (model,)
         else:

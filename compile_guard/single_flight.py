@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from compile_guard import waits
+from compile_guard.by_identity import ByIdentity
 from compile_guard.entry import RetryCompiledCall, may_retry
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.tracing import TRACE_LOCK
@@ -75,8 +75,8 @@ class SingleFlight:
     def __init__(self, seam: CompileSeam, on_compile: Callable[[str], None]) -> None:
         self._seam = seam
         self._on_compile = on_compile
-        self._compiled_by: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
-        self._backend_of: weakref.WeakKeyDictionary[CodeType, object] = weakref.WeakKeyDictionary()
+        self._compiled_by: ByIdentity[int] = ByIdentity()
+        self._backend_of: ByIdentity[object] = ByIdentity()
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`ConvertFrame.__call__` that compiles nothing that another thread has compiled meanwhile."""
@@ -135,7 +135,9 @@ class SingleFlight:
 
     def _waited_for_the_entry(self, code: CodeType) -> bool:
         """torch puts what was compiled into the cache when its callback is over, a moment after the lock was given back."""
-        ident = self._compiled_by.get(code, threading.get_ident())
+        ident = self._compiled_by.get(code)
+        if ident is None:
+            return False
         waited = False
         # A thread that waits in turn is in its next compile: the entry of the last one is in the cache.
         while ident != threading.get_ident() and ident not in waits.waiting():

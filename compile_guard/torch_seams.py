@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, ContextVar, copy_context
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_guard import tracing
 from compile_guard.activation_checkpoint import Block, Tape, thread_safe_checkpoint
+from compile_guard.by_identity import ByIdentity
 from compile_guard.entry import RETRYING_CODES, counted_entry, gate
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.patching import Patches
@@ -483,7 +483,7 @@ def is_compiled_call(code: CodeType) -> bool:
     return code.co_name == "compile_wrapper" and code.co_filename == sys.modules["torch._dynamo.eval_frame"].__file__
 
 
-recompile_limits: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
+recompile_limits: ByIdentity[int] = ByIdentity()
 """Limits of single code objects (`compile(recompile_limit=)`); the others have torch's."""
 
 compile_listeners: list[Callable[[str], None]] = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +54,19 @@ def initializer(device: torch.device | str | int | None = None, *, seed: int | N
     return set_up
 
 
+_unraised: set[Worker] = set()
+"""Workers that died of something that `join()` has not raised yet."""
+
+
+@atexit.register
+def _tell_of_unraised() -> None:
+    for worker in _unraised:
+        error = worker.error
+        print(f"compile_guard: thread {worker.name} died, and nobody joined it:", file=sys.stderr)
+        if error is not None:
+            traceback.print_exception(type(error), error, error.__traceback__)
+
+
 class Worker(threading.Thread):
     """A thread for one device, whose failure is not lost: `join()` raises what it died of.
 
@@ -87,6 +103,11 @@ class Worker(threading.Thread):
         self._set_up = initializer(device, seed=seed)
         self._error: BaseException | None = None
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the thread died of, until `join()` has raised it."""
+        return self._error
+
     def run(self) -> None:
         """Set the thread up and run the target."""
         target, args, kwargs = self._call
@@ -95,6 +116,7 @@ class Worker(threading.Thread):
             self.result = target(*args, **kwargs)
         except BaseException as error:
             self._error = error
+            _unraised.add(self)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread to end, and raise what it died of, once.
@@ -113,5 +135,6 @@ class Worker(threading.Thread):
         if not waits.wait_for(ended, f"thread {self.name} to end", lambda: frozenset((ident,)), timeout=timeout):
             return
         error, self._error = self._error, None
+        _unraised.discard(self)
         if error is not None:
             raise error

@@ -147,3 +147,30 @@ def test_doctor_is_readable() -> None:
     assert done.returncode == 0
     for hazard in catalogue().values():
         assert f"{hazard.id:<4}{hazard.title}" in done.stdout
+
+
+def test_the_environment_names_the_mode_where_the_command_line_does_not(tmp_path: Path) -> None:
+    text = "import compile_guard; print(compile_guard.is_installed(), compile_guard.findings.mode)"
+    assert command("run", script(tmp_path, text), COMPILE_GUARD="off").stdout == "False off\n"
+    assert command("run", "--mode", "record", script(tmp_path, text), COMPILE_GUARD="off").stdout == "True record\n"
+    refused = command("run", script(tmp_path, text), COMPILE_GUARD="loud")
+    assert refused.returncode == 2
+    assert "COMPILE_GUARD must be one of" in refused.stderr
+
+
+def test_the_program_stays_main_for_threads_that_outlive_its_last_line(tmp_path: Path) -> None:
+    text = (
+        "import os, pickle, threading\n"
+        "class Kept: pass\n"
+        "main = threading.main_thread()\n"
+        "go = threading.Event()\n"
+        "def late():\n"
+        "    go.wait(30)\n"
+        "    pickle.dumps(Kept())\n"
+        "    print(os.path.isabs(__file__), flush=True)\n"
+        "threading.Thread(target=late).start()\n"
+        "import atexit\n"
+        "threading.Timer(0.2, go.set).start()\n"
+    )
+    done = command("run", script(tmp_path, text))
+    assert done.stdout == "True\n", done.stderr

@@ -853,3 +853,12 @@ def test_threads_that_compile_wrappers_of_one_function_share_nothing(backend: Co
 
     assert run_in_threads(*[work] * 4) == [{"cpu": 1}] * 4
     assert backend.num_compiles == 4
+
+
+def test_callable_object_with_a_static_call_gets_no_instance(guard: Any) -> None:
+    class Doubler:
+        @staticmethod
+        def __call__(y: torch.Tensor) -> torch.Tensor:
+            return y * 2
+
+    assert torch.equal(compile_guard.compile(Doubler(), backend="eager")(torch.ones(2)), torch.full((2,), 2.0))

@@ -293,3 +293,18 @@ def test_a_thread_that_holds_the_lock_compiles_inside_it(guard: Any) -> None:
     done = threading.Event()
     run_in_threads(lambda: (compiled(x), done.set()))
     wait(done)
+
+
+def test_code_with_a_dict_among_its_constants_compiles(guard: Any) -> None:
+    """Dynamo puts an inner function's default into the constants of what it compiles: such code cannot be hashed."""
+
+    def outer(y: torch.Tensor) -> torch.Tensor:
+        def inner(z: torch.Tensor, *, factors: dict[str, int] = {"a": 2}) -> torch.Tensor:  # noqa: B006
+            return z * factors["a"]
+
+        torch._dynamo.graph_break()
+        return inner(y) + 1
+
+    ones = torch.ones(2)
+    assert torch.equal(torch.compile(outer, backend="eager")(ones), ones * 3)
+    assert torch.equal(compile_guard.compile(outer, backend="eager")(ones), ones * 3)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,3 +203,20 @@ def test_worker_cannot_be_started_twice_and_may_be_a_daemon() -> None:
     worker.join()
     with pytest.raises(RuntimeError):
         worker.start()
+
+
+def test_a_failure_that_nobody_joins_is_told_at_exit() -> None:
+    program = (
+        "import compile_guard as cg\ndef fails(): raise KeyError('lost')\nw = cg.Worker(fails, name='forgotten')\nw.start()\n"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        timeout=120,
+        check=True,
+    )
+    assert "thread forgotten died, and nobody joined it" in done.stderr
+    assert "KeyError: 'lost'" in done.stderr
