@@ -315,7 +315,7 @@ def calling(target: Callable[..., Any]) -> types.FunctionType:
 def reset(device: torch.device | str | int | None = None) -> None:
     """Drop compiled code: of one device (that made by `compile_guard.compile`), or with None everything torch has.
 
-    Waits, in the second case, until no compiled call is running; see `torch._dynamo.reset`.
+    Waits, in the second case, until no compiled call is running; see `torch.compiler.reset`.
 
     Raises:
         GuardError: called from inside a compiled call, or calls did not end in time.
@@ -323,7 +323,7 @@ def reset(device: torch.device | str | int | None = None) -> None:
     import torch
 
     if device is None:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     for cache in list(_caches):
         cache.retire(None if device is None else torch.device(device))
 
