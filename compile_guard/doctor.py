@@ -9,7 +9,7 @@ from compile_guard import torch_seams
 from compile_guard.hazards import Hazard, catalogue
 from compile_guard.install import failed_seams, install, uninstall
 
-Cover = Literal["not needed", "prevented", "explained", "NOT COVERED"]
+Cover = Literal["not needed", "prevented", "explained", "detected", "NOT COVERED"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ and of those files:
     python -m compile_guard.hazards --document FILE… > docs/hazards.md
 
 Each cell is one run without the guard / one run with it, each in a process of its own. *occurs*, *crash*, *hang*: the hazard
-happened. *explained*: it still fails, as it must, and the guard's finding says why. *safe*: it did not happen. A dash: the
-torch or the machine does not have it.
+happened. *explained*: it still fails, as it must, and the guard's finding says why. *detected*: it still happens, and the
+guard's finding says so. *safe*: it did not happen. A dash: the torch or the machine does not have it.
 """
 
 
@@ -54,7 +54,11 @@ def document(files: Sequence[Path]) -> str:
         lines.append(f"| {hazard.id} | {hazard.title} | `repro/{hazard.name}.py` | {' | '.join(cells)} |")
     for hazard in catalogue().values():
         seams = ", ".join(f"`{seam}`" for seam in hazard.seams)
-        cure = f"Prevented by the seams {seams}." if hazard.outcome == "prevented" else "Cannot be prevented; it is explained."
+        cure = {
+            "prevented": f"Prevented by the seams {seams}.",
+            "explained": "Cannot be prevented; it is explained.",
+            "detected": "Not prevented; it is detected.",
+        }[hazard.outcome]
         lines += [
             "",
             f"## {hazard.id}: {hazard.title}",

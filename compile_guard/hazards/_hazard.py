@@ -46,9 +46,9 @@ class Hazard:
     """Names of the seams (`torch_seams.SEAMS`) that prevent it; empty for a hazard that can only be detected."""
     finding: str
     """Code of the finding that tells of it."""
-    outcome: Literal["prevented", "explained"] = "prevented"
+    outcome: Literal["prevented", "explained", "detected"] = "prevented"
     """`prevented`: under the guard the trigger returns None. `explained`: it still fails as it must, and the finding
-    says why."""
+    says why. `detected`: a silent effect that stays, and the finding tells of it."""
     fix: str
     """What a user changes, one sentence."""
 

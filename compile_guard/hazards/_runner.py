@@ -60,8 +60,8 @@ class Iteration:
             return OCCURRED
         if self.occurred is None:
             return SAFE
-        explained = any(found["code"] == hazard.finding for found in self.findings)
-        return SAFE if hazard.outcome == "explained" and explained else OCCURRED
+        told = any(found["code"] == hazard.finding for found in self.findings)
+        return SAFE if hazard.outcome != "prevented" and told else OCCURRED
 
 
 def run_once(hazard: Hazard, *, guard: bool = False, mirror: bool = False, timeout_s: float = 90.0) -> Iteration:
@@ -238,7 +238,7 @@ def _sentence(hazard: Hazard, result: Iteration) -> str:
         parts.append(f"did not occur; not affected: {result.because}")
     parts += [f"UNHEALTHY: {what}" for what in result.unhealthy]
     if result.occurred is not None and result.exit_code(hazard) == SAFE:
-        parts.append("explained by the guard's finding, and the process is healthy")
+        parts.append(f"{hazard.outcome} by the guard's finding, and the process is healthy")
     return "; ".join(parts)
 
 
@@ -309,7 +309,7 @@ def _cell(hazard: Hazard, result: Iteration) -> str:
     if result.occurred is None:
         return "safe"
     if result.exit_code(hazard) == SAFE:
-        return "explained"
+        return hazard.outcome
     return {"finished": "occurs", "crashed": "crash", "hung": "hang"}.get(result.ended, result.ended)
 
 

@@ -138,7 +138,7 @@ def test_doctor_knows_every_entry_and_covers_each_that_this_torch_has() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     hazards = json.loads(done.stdout)["hazards"]
     assert {hazard["name"] for hazard in hazards} == set(catalogue())
-    assert {hazard["cover"] for hazard in hazards if hazard["affected"]} <= {"prevented", "explained"}
+    assert {hazard["cover"] for hazard in hazards if hazard["affected"]} <= {"prevented", "explained", "detected"}
     assert {hazard["cover"] for hazard in hazards if not hazard["affected"]} <= {"not needed"}
 
 

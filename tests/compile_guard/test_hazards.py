@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_entry_says_what_is_needed_of_it(name: str) -> None:
     assert hazard.name == name
     # `fork`: the handlers of `os.register_at_fork`, which are no seam in torch
     assert set(hazard.seams) <= {seam.name for seam in torch_seams.SEAMS} | {"fork"}
-    assert hazard.outcome == "explained" or hazard.seams, "what prevents it?"
+    assert hazard.outcome != "prevented" or hazard.seams, "what prevents it?"
     assert all(hasattr(hazard, field) and getattr(hazard, field) for field in ("title", "symptom", "mechanism", "fix"))
     assert (Path(__file__).parents[2] / "repro" / f"{name}.py").is_file()
 
@@ -110,6 +111,17 @@ def test_feature_tests_leave_the_process_as_it_was(clean: None) -> None:
     for hazard in ENTRIES.values():
         assert isinstance(hazard.affected().yes, bool)
     assert changes(before, snapshot()) == set()
+
+
+@pytest.mark.parametrize("outcome", ["explained", "detected"])
+def test_what_cannot_be_prevented_is_safe_only_where_its_finding_tells(outcome: Any) -> None:
+    hazard = replace(ENTRIES["recompile_limit"], outcome=outcome)
+    silent = Iteration(ended="finished", affected=True, occurred="it did")
+    assert silent.exit_code(hazard) == OCCURRED
+    told = replace(silent, findings=[{"code": hazard.finding, "text": ""}])
+    assert told.exit_code(hazard) == SAFE
+    assert replace(told, unhealthy=["the compile lock is not free"]).exit_code(hazard) == OCCURRED
+    assert told.exit_code(replace(hazard, outcome="prevented")) == OCCURRED
 
 
 def test_exit_codes_are_three_different_numbers() -> None:
