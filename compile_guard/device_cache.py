@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _C = TypeVar("_C", bound=Callable[..., Any])
 _clone_numbers = itertools.count()
 _caches: weakref.WeakSet[DeviceCache] = weakref.WeakSet()
-_shared: dict[Hashable, DeviceCache] = {}
+_shared: weakref.WeakValueDictionary[Hashable, DeviceCache] = weakref.WeakValueDictionary()
 _shared_lock = threading.Lock()
 
 
@@ -90,7 +90,7 @@ class DeviceCache:
                 self._codes[device] = clone.__code__
                 self._compiled[device] = compiled
             arguments = binding.arguments
-            binding[device] = functools.partial(compiled, *arguments) if arguments else compiled
+            binding.keep(device, functools.partial(compiled, *arguments) if arguments else compiled)
             return binding[device]
 
     def info(self) -> dict[torch.device, CacheInfo]:
@@ -106,12 +106,13 @@ class DeviceCache:
                 self._compiled.pop(each, None)
                 self._codes.pop(each, None)
                 for binding in list(self._bindings):
-                    binding.pop(each, None)
+                    binding.forget(each)
 
 
 class _Bound(dict["torch.device", Callable[..., Any]]):
-    """What one wrapper calls, by device: a plain dict on the warm path."""
+    """What one wrapper calls, by device: a plain dict on the warm path, and an attribute for the CPU."""
 
+    cpu: Callable[..., Any]
     __hash__ = object.__hash__  # type: ignore[assignment]  # held weakly, by identity
 
     def __init__(self, cache: DeviceCache, arguments: tuple[Any, ...]) -> None:
@@ -121,6 +122,25 @@ class _Bound(dict["torch.device", Callable[..., Any]]):
 
     def __missing__(self, device: torch.device) -> Callable[..., Any]:
         return self._cache.bind(self, device)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        import torch
+
+        if name != "cpu":
+            raise AttributeError(name)
+        return self[torch.device("cpu")]
+
+    def keep(self, device: torch.device, compiled: Callable[..., Any]) -> None:
+        """What is called from now on for a device."""
+        self[device] = compiled
+        if device.type == "cpu":
+            self.cpu = compiled
+
+    def forget(self, device: torch.device) -> None:
+        """Ask the cache again at the device's next call."""
+        self.pop(device, None)
+        if device.type == "cpu":
+            vars(self).pop("cpu", None)
 
 
 def clone_function(function: types.FunctionType, suffix: str) -> types.FunctionType:
@@ -156,6 +176,8 @@ def cache_of(function: types.FunctionType, options: CompileOptions) -> DeviceCac
     key = (options.shared, function.__code__, id(function.__globals__), tuple(map(id, own)))
     with _shared_lock:
         cache = _shared.setdefault(key, DeviceCache(function, options))
+    # As long as the function, or a wrapper of it: what a closure was compiled to goes with the closure.
+    vars(function).setdefault("_compile_guard_shared", {})[key] = cache
     if cache.options != options:
         raise ValueError(
             f"compile(shared={options.shared!r}) of {function.__qualname__} was first called with "
@@ -206,9 +228,9 @@ def dispatcher(cache: DeviceCache, like: Callable[..., Any], bound: tuple[Any, .
     def device_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         return device_of(args + bound, kwargs)
 
-    dispatch = counted_dispatch(cache.bound(bound), device_of_call, torch.Tensor, torch.device("cpu"))
+    dispatch = counted_dispatch(cache.bound(bound), device_of_call, torch.Tensor)
     # A graph break may call us with Dynamo watching; and when it inlines us it shall see the function, not the dispatch.
-    for function in (device_of_call, device_of, DeviceCache.bind, _Bound.__missing__):
+    for function in (device_of_call, device_of, DeviceCache.bind, _Bound.__missing__, _Bound.__getattr__, _Bound.keep):
         torch_seams.skip_code(function.__code__)
     functools.update_wrapper(dispatch, like)
     dispatch._torchdynamo_inline = like  # type: ignore[attr-defined]
@@ -238,11 +260,15 @@ def compile(model: Any = None, *, shared: Hashable | None = None, recompile_limi
         options: those of `torch.compile`.
 
     Raises:
-        TypeError: `model` cannot be compiled; the message says why.
+        TypeError: `model` cannot be compiled (the message says why), `recompile_limit` is no integer or `shared` no key.
         ValueError: `recompile_limit` is below 1, or wrappers with one `shared` key differ in their options.
     """
+    if recompile_limit is not None and type(recompile_limit) is not int:
+        raise TypeError(f"compile(recompile_limit=) must be an integer or None, got {recompile_limit!r}")
     if recompile_limit is not None and recompile_limit < 1:
         raise ValueError(f"compile(recompile_limit=) must be at least 1, got {recompile_limit}")
+    if not isinstance(shared, Hashable):
+        raise TypeError(f"compile(shared=) is a key that wrappers have in common, such as a string; {shared!r} is not hashable")
     if model is None:
         return lambda decorated: compile(decorated, shared=shared, recompile_limit=recompile_limit, **options)
     import torch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol, cast
 
 from compile_guard import waits
 from compile_guard.findings import Finding, GuardError, findings, other_thread, this_thread
@@ -86,26 +86,33 @@ def counted_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return entry
 
 
+class CompiledByDevice(Protocol):
+    """The compiled function of each device, made where it is missing."""
+
+    @property
+    def cpu(self) -> Callable[..., Any]:
+        """The CPU's. To ask a tensor for its device makes an object that must then be hashed and compared: 0.1 µs."""
+
+    def __getitem__(self, device: Any, /) -> Callable[..., Any]: ...
+
+
 def counted_dispatch(
-    compiled_for: Mapping[Any, Callable[..., Any]],
+    compiled_for: CompiledByDevice,
     device_of: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     tensor: type[Any],
-    cpu: Any,
 ) -> Callable[..., Any]:
     """`counted_entry` for a function that is compiled for each device: in one frame, since a second costs 0.1 µs.
 
     Args:
-        compiled_for: the compiled function of each device, made where it is missing.
+        compiled_for: the compiled function of each device.
         device_of: finds the device where the first argument is no tensor.
         tensor: `torch.Tensor`.
-        cpu: the CPU's device. To ask a tensor for its device makes an object that must then be compared: 0.1 µs.
     """
     begin, end = _running.append, _running.pop
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else None
-        if isinstance(first, tensor):
-            compiled = compiled_for[cpu if first.is_cpu else first.device]
+        if args and isinstance(args[0], tensor):
+            compiled = compiled_for.cpu if args[0].is_cpu else compiled_for[args[0].device]
         else:
             compiled = compiled_for[device_of(args, kwargs)]
         begin(None)
@@ -125,7 +132,7 @@ def counted_dispatch(
 RETRYING_CODES: frozenset[CodeType] = frozenset(
     (
         counted_entry(lambda: None).__code__,
-        counted_dispatch({}, lambda args, kwargs: None, object, None).__code__,
+        counted_dispatch(cast(Any, {}), lambda args, kwargs: None, object).__code__,
     )
 )
 """Code of the functions that catch `RetryCompiledCall`: it may be raised only in a call that came through one of them, and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any
@@ -111,17 +110,18 @@ def _leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class sealed:
-    """From now on a compile is a finding: call it when the warm-up is over. As a context manager it ends with the block."""
+    """From now on a compile is a finding: call it when the warm-up is over. As a context manager it ends with the block.
+
+    Of several that are open, the last to end allows compiles again. It holds through `uninstall()` and `install()`.
+    """
 
     def __init__(self) -> None:
         install()
-        self._listener = functools.partial(_report_compile)
-        torch_seams.compile_listeners.append(self._listener)
+        _open_seals.add(self)
 
     def end(self) -> None:
         """Allow compiles again."""
-        if self._listener in torch_seams.compile_listeners:
-            torch_seams.compile_listeners.remove(self._listener)
+        _open_seals.discard(self)
 
     def __enter__(self) -> sealed:
         return self
@@ -130,7 +130,12 @@ class sealed:
         self.end()
 
 
+_open_seals: set[sealed] = set()
+
+
 def _report_compile(what: str) -> None:
+    if not _open_seals:
+        return
     findings.report(
         Finding(
             code="sealed",
@@ -143,3 +148,6 @@ def _report_compile(what: str) -> None:
             prevented=False,
         )
     )
+
+
+torch_seams.compile_listeners.append(_report_compile)

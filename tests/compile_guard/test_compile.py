@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import math
 import operator
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import compile_guard
+from compile_guard import device_cache
 from compile_guard.device_cache import device_of
 from tests.threads import run_in_threads
 
@@ -273,6 +275,17 @@ def test_what_cannot_be_called_or_is_a_class_is_refused(thing: Any) -> None:
 def test_limit_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         compile_guard.compile(double, recompile_limit=0)
+
+
+@pytest.mark.parametrize("limit", ["a", 1.5, True])
+def test_limit_that_is_no_integer_is_refused_with_its_value(limit: Any) -> None:
+    with pytest.raises(TypeError, match=rf"recompile_limit=\) must be an integer or None, got {limit!r}"):
+        compile_guard.compile(double, recompile_limit=limit)
+
+
+def test_key_that_cannot_be_hashed_is_refused_with_its_value() -> None:
+    with pytest.raises(TypeError, match=r"shared=\) is a key .* \[1\] is not hashable"):
+        compile_guard.compile(double, shared=[1])  # type: ignore[arg-type]
 
 
 def test_unknown_backend_is_refused_as_by_torch() -> None:
@@ -608,6 +621,23 @@ def test_shared_key_of_closures_that_differ_keeps_each_ones_variables(backend: C
     two, three = (compile_guard.compile(scaled(factor), backend=backend, shared="scale") for factor in (2.0, 3.0))
     assert torch.equal(two(x), x * 2)
     assert torch.equal(three(x), x * 3)
+
+
+def test_shared_key_of_a_closure_is_forgotten_with_the_closure(backend: Counting) -> None:
+    def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x * factor
+
+    gc.collect()
+    before = len(device_cache._shared)
+    function = scaled(2.0)
+    for _ in range(2):  # the wrapper dies, the function lives: nothing is compiled anew
+        compile_guard.compile(function, backend=backend, shared="scaled")(x)
+    assert backend.num_compiles == 1
+    assert len(device_cache._shared) == before + 1
+    torch._dynamo.reset()  # torch's own record of what it compiled holds the clone
+    del function
+    gc.collect()
+    assert len(device_cache._shared) == before
 
 
 def test_shared_key_of_functions_that_differ_in_defaults_keeps_each_ones(backend: Counting) -> None:

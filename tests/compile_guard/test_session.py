@@ -135,6 +135,18 @@ def test_sealed_reports_a_later_compile_with_its_place(guard: Any) -> None:
     assert guard.findings()[0].count == 1, "the seal ended with the block"
 
 
+def test_two_open_seals_report_a_compile_once_and_the_last_to_end_allows_it(guard: Any) -> None:
+    compiled = torch.compile(step, backend="eager", dynamic=False)
+    with compile_guard.sealed():
+        with compile_guard.sealed():
+            compiled(x)
+        assert [each.count for each in guard.findings()] == [1]
+        compiled(torch.ones(4))
+        assert [each.count for each in guard.findings()] == [2]
+    compiled(torch.ones(5))
+    assert [each.count for each in guard.findings()] == [2]
+
+
 def test_sealed_reports_a_lazy_backward_compile(guard: Any) -> None:
     compiled = torch.compile(step, backend="aot_eager")
     leaf = x.clone().requires_grad_()
