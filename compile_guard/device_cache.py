@@ -31,6 +31,8 @@ _clone_numbers = itertools.count()
 _caches: weakref.WeakSet[DeviceCache] = weakref.WeakSet()
 _shared: weakref.WeakValueDictionary[Hashable, DeviceCache] = weakref.WeakValueDictionary()
 _shared_lock = threading.Lock()
+_SHARED_CACHES = "_compile_guard_shared"
+"""Attribute of a function that keeps its `shared=` caches alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +126,10 @@ class _Bound(dict["torch.device", Callable[..., Any]]):
         return self._cache.bind(self, device)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        import torch
-
         if name != "cpu":
             raise AttributeError(name)
+        import torch
+
         return self[torch.device("cpu")]
 
     def keep(self, device: torch.device, compiled: Callable[..., Any]) -> None:
@@ -159,7 +161,8 @@ def clone_function(function: types.FunctionType, suffix: str) -> types.FunctionT
         function.__closure__,
     )
     clone.__kwdefaults__ = function.__kwdefaults__
-    clone.__dict__.update(function.__dict__)
+    # The clone must not keep the caches that hold it: torch has references to it for as long as its code is cached.
+    clone.__dict__.update((name, value) for name, value in vars(function).items() if name != _SHARED_CACHES)
     clone.__qualname__ = function.__qualname__
     clone.__module__ = function.__module__
     clone.__doc__ = function.__doc__
@@ -177,7 +180,7 @@ def cache_of(function: types.FunctionType, options: CompileOptions) -> DeviceCac
     with _shared_lock:
         cache = _shared.setdefault(key, DeviceCache(function, options))
     # As long as the function, or a wrapper of it: what a closure was compiled to goes with the closure.
-    vars(function).setdefault("_compile_guard_shared", {})[key] = cache
+    vars(function).setdefault(_SHARED_CACHES, {})[key] = cache
     if cache.options != options:
         raise ValueError(
             f"compile(shared={options.shared!r}) of {function.__qualname__} was first called with "

@@ -38,5 +38,6 @@ compile_listeners: list[Callable[[str], None]] = []
 
 
 def notify_compile(what: str) -> None:
+    """Tell every listener what is about to be compiled."""
     for listener in tuple(compile_listeners):
         listener(what)

@@ -44,9 +44,8 @@ _CALLING_ON = frozenset(
 """Functions of ours that run the program's own code, which Dynamo shall see, or that set what Dynamo calls back."""
 
 
-_MODULES_INSIDE_CALLS = [
-    ["compile_guard", name]
-    for name in (
+_INSIDE_CALLS = frozenset(
+    [
         "activation_checkpoint",
         "entry",
         "findings",
@@ -55,8 +54,8 @@ _MODULES_INSIDE_CALLS = [
         "trace_lock",
         "tracing",
         "waits",
-    )
-]
+    ]
+)
 """Modules and packages whose functions may run inside a compiled call."""
 
 
@@ -77,9 +76,10 @@ def skip_own_frames() -> None:
             if isinstance(const, CodeType):
                 skip(const)
 
-    ours = [name for name in sys.modules if name.split(".")[:2] in _MODULES_INSIDE_CALLS]
-    for name in ours:
-        module = sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        package, _, inner = name.partition(".")
+        if package != "compile_guard" or inner.partition(".")[0] not in _INSIDE_CALLS:
+            continue
         own = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
         for each in own:
             for member in vars(each).values() if isinstance(each, type) else (each,):

@@ -160,17 +160,17 @@ def test_the_environment_names_the_mode_where_the_command_line_does_not(tmp_path
 
 def test_the_program_stays_main_for_threads_that_outlive_its_last_line(tmp_path: Path) -> None:
     text = (
-        "import os, pickle, threading\n"
+        "import os, pickle, sys, threading\n"
         "class Kept: pass\n"
-        "main = threading.main_thread()\n"
-        "go = threading.Event()\n"
+        "main, tick = threading.main_thread().ident, threading.Event()\n"
+        "def is_in_program(frame):\n"
+        "    return frame is not None and (frame.f_code.co_filename == __file__ or is_in_program(frame.f_back))\n"
         "def late():\n"
-        "    go.wait(30)\n"
+        "    while is_in_program(sys._current_frames()[main]):\n"
+        "        tick.wait(0.001)\n"
         "    pickle.dumps(Kept())\n"
         "    print(os.path.isabs(__file__), flush=True)\n"
         "threading.Thread(target=late).start()\n"
-        "import atexit\n"
-        "threading.Timer(0.2, go.set).start()\n"
     )
     done = command("run", script(tmp_path, text))
     assert done.stdout == "True\n", done.stderr
