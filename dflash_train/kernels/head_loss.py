@@ -32,8 +32,9 @@ _TILE_ROWS, _TILE_COLUMNS = 128, 256
 _BLOCK, _WARPS = 4096, 8
 
 # Rows of the table of statistics, each [R] fp32.
-_LSE_Q, _LSE_P, _CROSS_ENTROPY, _BEST, _TERMS, _REVERSE, _ALPHA, _BELOW, _ENTROPY = map(tl.constexpr, range(9))
-_NUM_STATISTICS = 9
+# log q is (z - top) - log sum exp(z - top): with the two added up first, logits of 1e4 would cost it four digits.
+_TOP_Q, _SUM_Q, _TOP_P, _SUM_P, _CROSS_ENTROPY, _BEST, _TERMS, _REVERSE, _ALPHA, _BELOW, _ENTROPY = map(tl.constexpr, range(11))
+_NUM_STATISTICS = tl.constexpr(11)
 
 _launching = threading.Lock()
 """Held while a kernel is launched, which takes microseconds, but for the first time, when Triton compiles it: N threads
@@ -85,7 +86,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     """One program for each row: everything that is a sum over the vocabulary."""
     index = tl.program_id(0)
     if tl.load(supervised + index) == 0:
-        for i in tl.static_range(9):
+        for i in tl.static_range(_NUM_STATISTICS):
             tl.store(statistics + i * num_rows + index, 0.0)
         return
     row = logits + index.to(tl.int64) * stride
@@ -116,16 +117,19 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
             teacher_top = new_top
     best = tl.max(top, 0)
     first = tl.min(tl.where(top == best, place, V), 0)
-    lse_q = best + tl.log(tl.sum(total * tl.exp(top - best), 0))
+    log_sum = tl.log(tl.sum(total * tl.exp(top - best), 0))
     label_logit = _capped(tl.load(row + label).to(tl.float32), cap, HAS_CAP)
-    tl.store(statistics + _LSE_Q * num_rows + index, lse_q)
-    tl.store(statistics + _CROSS_ENTROPY * num_rows + index, lse_q - label_logit)
+    tl.store(statistics + _TOP_Q * num_rows + index, best)
+    tl.store(statistics + _SUM_Q * num_rows + index, log_sum)
+    tl.store(statistics + _CROSS_ENTROPY * num_rows + index, log_sum - (label_logit - best))
     tl.store(statistics + _BEST * num_rows + index, tl.where(first == label, 1.0, 0.0))
-    lse_p = 0.0
+    teacher_best = 0.0
+    teacher_log_sum = 0.0
     if HAS_TEACHER:
         teacher_best = tl.max(teacher_top, 0)
-        lse_p = teacher_best + tl.log(tl.sum(teacher_total * tl.exp(teacher_top - teacher_best), 0))
-    tl.store(statistics + _LSE_P * num_rows + index, lse_p)
+        teacher_log_sum = tl.log(tl.sum(teacher_total * tl.exp(teacher_top - teacher_best), 0))
+    tl.store(statistics + _TOP_P * num_rows + index, teacher_best)
+    tl.store(statistics + _SUM_P * num_rows + index, teacher_log_sum)
 
     forward = tl.zeros((BLOCK,), tl.float32)
     reverse = tl.zeros((BLOCK,), tl.float32)
@@ -136,12 +140,12 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, V, BLOCK):
             columns = start + lanes
             inside = columns < V
-            log_q = _load(row, columns, V, cap, HAS_CAP) - lse_q
+            log_q = _load(row, columns, V, cap, HAS_CAP) - best - log_sum
             q = tl.exp(log_q)
             if NEEDS_ENTROPY:
                 entropy -= tl.where(inside, q * log_q, 0.0)
             if HAS_TEACHER:
-                log_p = _load(teacher_row, columns, V, cap, HAS_CAP) - lse_p
+                log_p = _load(teacher_row, columns, V, cap, HAS_CAP) - teacher_best - teacher_log_sum
                 p = tl.exp(log_p)
                 forward += tl.where(inside, p * (log_p - log_q), 0.0)
                 reverse += tl.where(inside, q * (log_q - log_p), 0.0)
@@ -196,7 +200,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         tl.store(row + columns, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=inside)
         return
     z = _load(row, columns, V, cap, HAS_CAP)
-    log_q = z - tl.load(statistics + _LSE_Q * num_rows + index)
+    log_q = z - tl.load(statistics + _TOP_Q * num_rows + index) - tl.load(statistics + _SUM_Q * num_rows + index)
     q = tl.exp(log_q)
     label = tl.load(labels + index)
     gradient = ce_weight * (q - tl.where(columns == label, 1.0, 0.0))
@@ -206,7 +210,8 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         kl = kl_weight + lk_weight * share
         tv = tv_weight + lk_weight * (1 - share)
         teacher_row = teacher_logits + index.to(tl.int64) * stride
-        log_p = _load(teacher_row, columns, V, cap, HAS_CAP) - tl.load(statistics + _LSE_P * num_rows + index)
+        log_p = _load(teacher_row, columns, V, cap, HAS_CAP) - tl.load(statistics + _TOP_P * num_rows + index)
+        log_p -= tl.load(statistics + _SUM_P * num_rows + index)
         gradient += kl * (q - tl.exp(log_p))
         gradient += reverse_weight * q * (log_q - log_p - tl.load(statistics + _REVERSE * num_rows + index))
         gradient -= tv * q * (_share_below(log_q, log_p) - tl.load(statistics + _BELOW * num_rows + index))
@@ -272,7 +277,7 @@ def _head_loss(
     num_rows, vocab = num_blocks * slots, head.shape[0]
     ce, kl, rkl, tv, lk, lk_eta, entropy = terms
     labels, supervised, weights = labels.contiguous(), supervised.contiguous(), weights.contiguous()
-    table = torch.zeros(_NUM_STATISTICS, num_blocks, slots, dtype=torch.float32, device=hidden.device)
+    table = torch.zeros(_NUM_STATISTICS.value, num_blocks, slots, dtype=torch.float32, device=hidden.device)
     gradient = torch.empty(num_blocks if with_gradient else 0, slots, width, dtype=head.dtype, device=hidden.device)
     scaled = torch.empty_like(weights)
     stride = -(-vocab // 8) * 8  # rows aligned for 16-byte loads
@@ -295,7 +300,7 @@ def _head_loss(
         multiply(hidden[part].reshape(rows, width).to(head.dtype), logits)
         if teacher is not None and teacher_index is not None:
             multiply(teacher[teacher_index[part].flatten()].to(head.dtype), teacher_logits)
-        statistics = torch.empty(_NUM_STATISTICS, rows, dtype=torch.float32, device=hidden.device)
+        statistics = torch.empty(_NUM_STATISTICS.value, rows, dtype=torch.float32, device=hidden.device)
         pointers = (logits, teacher_logits, labels[part])
         sizes = (vocab, stride, rows, float(softcap))
         common = {**flags, "BLOCK": _BLOCK, "num_warps": _WARPS}
@@ -303,7 +308,7 @@ def _head_loss(
             _statistics_kernel[(rows,)](
                 *pointers, supervised[part].view(torch.uint8), statistics, *sizes, kl, rkl, tv, lk, lk_eta, **common
             )
-        table[:, part] = statistics.view(_NUM_STATISTICS, -1, slots)
+        table[:, part] = statistics.view(_NUM_STATISTICS.value, -1, slots)
         scaled[part] = weights[part]
         if dpace_alpha >= 0:
             scaled[part] *= dpace_weights(table[_CROSS_ENTROPY.value, part], supervised[part], dpace_alpha)
