@@ -151,6 +151,19 @@ def _compiled_layer() -> _LayerRun:
     return compiled
 
 
+def _run_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    return norm.forward(x)
+
+
+@functools.cache
+def _compiled_norm() -> Callable[[RMSNorm, Tensor], Tensor]:
+    # Outside the layers as well: eager, its six passes in float32 over the block states take as long as a small layer's.
+    compiled: Callable[[RMSNorm, Tensor], Tensor] = compile(
+        _run_norm, shared="dflash_train.drafter.norm", dynamic=False, fullgraph=True
+    )
+    return compiled
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Masks:
     """Masks of one batch on one device, shared by all layers of a kind; None where no layer is of that kind."""
@@ -201,8 +214,8 @@ class Drafter(nn.Module):
 
     def fuse(self, taps: Tensor) -> Tensor:
         """The target's tapped states [R, S, K·H], in the order of `config.taps`, to context features [R, S, H]."""
-        fused: Tensor = self.hidden_norm(self.fc(taps))
-        return fused
+        norm = _compiled_norm() if self.backend == "flex" else _run_norm
+        return norm(self.hidden_norm, self.fc(taps))
 
     def forward(
         self,
@@ -230,8 +243,8 @@ class Drafter(nn.Module):
         for layer, kind in zip(self.layers, self.config.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
             x = run(layer, x, context, rope, masks.sliding if kind == SLIDING else masks.full, backend)
-        out: Tensor = self.norm(x)
-        return out
+        norm = _compiled_norm() if backend == "flex" else _run_norm
+        return norm(self.norm, x)
 
 
 def draft_slots(hidden: Tensor, blocks: Blocks, config: DrafterConfig) -> Tensor:
