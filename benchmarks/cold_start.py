@@ -2,10 +2,10 @@
 
     python -m benchmarks.cold_start [--threads 1,4] [--size qwen3-8b|tiny-cpu] [--bare] [--limit 240] [--json FILE]
 
-Each figure is a fresh process, whose compile caches (Inductor's, Triton's) are in a folder made for it; the warm one starts again
-with the folder that the cold one left. Counted from the start of the threads: interpreter, imports and weights are not in it. All
-threads use the current GPU (logical devices), or the CPU where there is none; each has its own drafter and optimiser. `--bare`
-also runs plain threads without the guard, which may fail: that is reported.
+Each figure is a fresh process, whose compile caches (Inductor's, Triton's) are in a folder made for it; the warm one starts
+again with the folder that the cold one left. Counted from the start of the threads: interpreter, imports and weights are not in
+it. All threads use the current GPU (logical devices), or the CPU where there is none; each has its own drafter and optimiser.
+`--bare` also runs plain threads without the guard, which may fail: that is reported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def first_steps(num_threads: int, size: str, guard: bool) -> dict[str, Any]:
     # On the CPU attention is sdpa, whose layers are compiled only with `train.compile`.
     config = load_config(size, [] if on_cuda else ["train.compile=true"])
     if size != "tiny-cpu":
-        # Rows and blocks of the preset, and all that is compiled for it; narrow and of two layers, since widths cost no compile.
+        # Rows, blocks and all that is compiled for the preset; narrow and of two layers, since widths cost no compile.
         narrow = replace(
             config.drafter, num_layers=2, hidden_size=1024, intermediate_size=3072, num_heads=8, num_kv_heads=2,
             vocab_size=32_000, mask_token_id=31_999,
@@ -116,7 +116,8 @@ def in_a_process(num_threads: int, size: str, guard: bool, cache: str, limit: fl
     except subprocess.TimeoutExpired:
         return {"seconds": [], "errors": [f"not done after {limit:.0f} s"], "stuck": num_threads}
     if "RESULT" not in done.stdout:
-        return {"seconds": [], "errors": [done.stderr.strip().splitlines()[-1][:200] if done.stderr else "no output"], "stuck": 0}
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        return {"seconds": [], "errors": [last[0][:200]], "stuck": 0}
     result: dict[str, Any] = json.loads(done.stdout.split("RESULT", 1)[1].splitlines()[0])
     return result
 

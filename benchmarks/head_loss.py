@@ -2,8 +2,8 @@
 
     python -m benchmarks.head_loss [--rounds 7] [--limit 120] [--quick] [--chunks 512,1020,1530] [--json FILE]
 
-Random bf16 states and head, all slots supervised, uniform weights, so that every side computes the same sum. Extra memory is the
-peak above the inputs (gradient included). `--chunks` times the fused loss at other chunk sizes, to check the rule that picks one.
+Random bf16 states and head, all slots supervised, uniform weights, so that every side computes the same sum. Extra memory is
+the peak above the inputs (gradient included). `--chunks` times the fused loss at other chunk sizes, to check the rule.
 """
 
 from __future__ import annotations
@@ -170,9 +170,8 @@ def main() -> None:
             against = result.get("reference, chunks of 512", {}).get("ms")
             for name, row in result.items():
                 ratio = f"{against / row['ms']:.2f}" if against else ""
-                rows.append(
-                    [f"{vocab:,}", f"{width:,}", term, name, f"{row['ms']:.1f}", ratio, f"{row['extra_gib']:.2f}", f"{row['gradient_error']:.0e}"]
-                )
+                figures = [f"{row['ms']:.1f}", ratio, f"{row['extra_gib']:.2f}", f"{row['gradient_error']:.0e}"]
+                rows.append([f"{vocab:,}", f"{width:,}", term, name, *figures])
         del problem
         torch.cuda.empty_cache()
     print()

@@ -2,12 +2,12 @@
 
     python -m benchmarks.pipeline [--size small|tiny] [--steps 40] [--limit 170] [--json FILE]
 
-A random Qwen3 target and a drafter are timed alone, one batch after the other. Then the trainer runs with their threads on the same
-device (logical devices), at several numbers of targets and drafters. Work on one GPU comes one after the other, so the rate that
-the stand-alone times give is tokens / (target + drafter) of a batch, whatever the number of threads; what is missing from it is the
-cost of threads, queues, copies, meetings and the optimiser's turn. `wait`: part of the drafters' time in which no batch was there;
-`sync`: waiting for each other. `gil`: how late a thread that sleeps for 2 ms gets to run, over the same without the trainer: the
-time a thread of the run waits for the interpreter, in milliseconds, median and 95th percentile.
+A random Qwen3 target and a drafter are timed alone, one batch after the other. Then the trainer runs with their threads on the
+same device (logical devices), at several numbers of targets and drafters. Work on one GPU comes one after the other, so the rate
+that the stand-alone times give is tokens / (target + drafter) of a batch, whatever the number of threads; what is missing from it
+is the cost of threads, queues, copies, meetings and the optimiser's turn. `wait`: part of the drafters' time in which no batch
+was there; `sync`: waiting for each other. `gil`: how late a thread that sleeps for 2 ms again and again gets to run, in
+milliseconds, median and 95th percentile: about what a thread of the run waits for the interpreter.
 """
 
 from __future__ import annotations
@@ -211,21 +211,23 @@ def main() -> None:
             spent = json.loads((run / "summary.json").read_text("utf-8"))["seconds"]
             shares = {
                 kind: statistics.mean(
-                    seconds[kind] / max(1e-9, sum(seconds.values())) for who, seconds in spent.items() if who.startswith("drafter")
+                    seconds[kind] / max(1e-9, sum(seconds.values()))
+                    for who, seconds in spent.items()
+                    if who.startswith("drafter")
                 )
                 for kind in ("wait", "sync")
             }
             gil = probe.figures()
-            results[f"{targets}+{drafters}"] = {"tok_s": rate, "share": rate / expected, **shares, "gil": gil, "seconds": spent}
+            figures = {"tok_s": rate, "share": rate / expected, **shares, "gil": gil, "seconds": spent}
+            results[f"{targets}+{drafters}"] = figures
             print(
                 f"{targets} target(s), {drafters} drafter(s): {rate:9,.0f} tok/s, {rate / expected:.3f} of that; drafters wait "
-                f"{shares['wait']:.1%}, sync {shares['sync']:.1%}; probe late by {gil['median_ms']:.2f} ms, p95 {gil['p95_ms']:.2f} ms",
+                f"{shares['wait']:.1%}, sync {shares['sync']:.1%}; probe late by {gil['median_ms']:.2f} ms, p95 "
+                f"{gil['p95_ms']:.2f} ms",
                 flush=True,
             )
-            lines.append(
-                [f"{targets}", f"{drafters}", f"{rate:,.0f}", f"{rate / expected:.3f}", f"{shares['wait']:.1%}"]
-                + [f"{shares['sync']:.1%}", f"{gil['median_ms']:.2f} / {gil['p95_ms']:.2f}"]
-            )
+            shown = [f"{rate:,.0f}", f"{rate / expected:.3f}", f"{shares['wait']:.1%}", f"{shares['sync']:.1%}"]
+            lines.append([f"{targets}", f"{drafters}", *shown, f"{gil['median_ms']:.2f} / {gil['p95_ms']:.2f}"])
     print(environment())
     print(markdown(["targets", "drafters", "tok/s", "of the stand-alone rate", "wait", "sync", "gil late, ms"], lines))
     write_json(options.json, {"pipeline": results})
