@@ -93,8 +93,8 @@ def main() -> None:
         backward = second.median - first.median
         rates = work / first.median / 1e9, 2.5 * work / backward / 1e9
         print(
-            f"{name}\n    forward {first.median:.3f} ms {rates[0]:.0f} TFLOP/s, backward {backward:.3f} ms {rates[1]:.0f} TFLOP/s, "
-            f"gradient off {off:.0e}",
+            f"{name}\n    forward {first.median:.3f} ms {rates[0]:.0f} TFLOP/s, backward {backward:.3f} ms {rates[1]:.0f} "
+            f"TFLOP/s, gradient off {off:.0e}",
             flush=True,
         )
         results[name] = {"forward_ms": first.median, "backward_ms": backward, "off": off}

@@ -5,8 +5,8 @@
 The size of a Qwen3-8B drafter (H 4096, I 12288, 5 layers, V 151,936), S 3072, 512 anchors of 16 per sequence, bf16
 weights, frozen head, fused AdamW included. All sides have the same weights, anchors and batch, and must give the same loss.
 
-FLOP of a step, the same for all sides: 3 x forward for the drafter's products (context projections included), 2 x for the frozen
-head (forward and gradient of its input), 3.5 x forward for attention with N·B·(S/2 + B) pairs. MFU is of 989 TFLOP/s.
+FLOP of a step, the same for all sides: 3 x forward for the drafter's products (context projections included), 2 x for the
+frozen head (forward and gradient of its input), 3.5 x forward for attention with N·B·(S/2 + B) pairs. MFU is of 989 TFLOP/s.
 SpecForge: `pip install --no-deps specforge==0.2.0`, beside transformers.
 """
 

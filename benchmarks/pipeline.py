@@ -2,12 +2,12 @@
 
     python -m benchmarks.pipeline [--size small|tiny] [--steps 40] [--limit 170] [--json FILE]
 
-A random Qwen3 target and a drafter are timed alone, one batch after the other. Then the trainer runs with their threads on the
-same device (logical devices), at several numbers of targets and drafters. Work on one GPU comes one after the other, so the rate
-that the stand-alone times give is tokens / (target + drafter) of a batch, whatever the number of threads; what is missing from it
-is the cost of threads, queues, copies, meetings and the optimiser's turn. `wait`: part of the drafters' time in which no batch
-was there; `sync`: waiting for each other. `gil`: how late a thread that sleeps for 2 ms again and again gets to run, in
-milliseconds, median and 95th percentile: about what a thread of the run waits for the interpreter.
+A random Qwen3 target and a drafter are timed alone, one batch after the other. Then the trainer runs with their threads on
+the same device (logical devices), at several numbers of targets and drafters. Work on one GPU comes one after the other, so
+the rate that the stand-alone times give is tokens / (target + drafter) of a batch, whatever the number of threads; what is
+missing from it is the cost of threads, queues, copies, meetings and the optimiser's turn. `wait`: part of the drafters' time in
+which no batch was there; `sync`: waiting for each other. `gil`: how late a thread that sleeps for 2 ms again and again gets to
+run, in milliseconds, median and 95th percentile: about what a thread of the run waits for the interpreter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 
 import compile_guard
 from benchmarks.measure import environment, markdown, write_json
+from dflash_train.chat_tokenizers import Encoded
 from dflash_train.config import RunConfig
 from dflash_train.config_files import load_config
-from dflash_train.chat_tokenizers import Encoded
 from dflash_train.data import Documents, ShardWriter
 from dflash_train.metrics import read_metrics
 from dflash_train.packing import PackedDocuments

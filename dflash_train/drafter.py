@@ -135,7 +135,8 @@ class DecoderLayer(nn.Module):
 
     def add_attention(self, x: Tensor, context: Tensor, rope: Rotation, mask: Mask, backend: str) -> Tensor:
         """The first half: x [R, T, H] and what attention adds to it."""
-        return x + self.self_attn(self.input_layernorm(x), context, rope, mask, backend)
+        out: Tensor = x + self.self_attn(self.input_layernorm(x), context, rope, mask, backend)
+        return out
 
     def add_mlp(self, x: Tensor) -> Tensor:
         """The second half: x [R, T, H] and what the MLP adds to it."""
@@ -178,14 +179,15 @@ def _compiled_layer() -> _LayerRun:
     return compiled
 
 
-def _run_norm(norm: RMSNorm, x: Tensor) -> Tensor:
-    return norm.forward(x)
+def _run_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = norm.forward(x)
+    return out
 
 
 @functools.cache
-def _compiled_norm() -> Callable[[RMSNorm, Tensor], Tensor]:
+def _compiled_norm() -> Callable[[nn.Module, Tensor], Tensor]:
     # Outside the layers as well: eager, its six passes in float32 over the block states take as long as a small layer's.
-    compiled: Callable[[RMSNorm, Tensor], Tensor] = compile(
+    compiled: Callable[[nn.Module, Tensor], Tensor] = compile(
         _run_norm, shared="dflash_train.drafter.norm", dynamic=False, fullgraph=True
     )
     return compiled

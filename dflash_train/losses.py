@@ -139,8 +139,10 @@ def block_loss(
     if is_fused(config, hidden):
         from dflash_train.kernels.head_loss import head_loss  # needs Triton
 
-        numerator, *per_slot = head_loss(hidden, labels, supervised, weights, vocabulary, config, teacher, rows)
-        totals = torch.stack([numerator, *_statistics(*per_slot, supervised)])
+        numerator, cross_entropy, best, alpha = head_loss(
+            hidden, labels, supervised, weights, vocabulary, config, teacher, rows
+        )
+        totals = torch.stack([numerator, *_statistics(cross_entropy, best, alpha, supervised)])
     else:
         totals = _reference(hidden, labels, supervised, weights, vocabulary, config, teacher, rows)
     numerator, *statistics = totals.unbind()

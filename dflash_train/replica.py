@@ -135,14 +135,16 @@ class Replica:
     @torch.no_grad()
     def _collect(self) -> None:
         """Move the gradients of the weights that compute to the masters."""
-        if self._zero and all(weight.grad is not None for weight in self._computing.values()):
+        made = [weight.grad for weight in self._computing.values()]
+        computed = [gradient for gradient in made if gradient is not None]
+        if self._zero and len(computed) == len(made):
             # The first batch of a step overwrites: zeroing first would be another pass over all of them.
-            torch._foreach_copy_(self._gradients(), [weight.grad for weight in self._computing.values()])
+            torch._foreach_copy_(self._gradients(), computed)
             self._zero = False
         else:
-            for gradient, weight in zip(self.gradients, self._computing.values(), strict=True):
-                if weight.grad is not None:
-                    gradient.add_(weight.grad)
+            for master, gradient in zip(self.gradients, made, strict=True):
+                if gradient is not None:
+                    master.add_(gradient)
         for weight in self._computing.values():
             weight.grad = None
 

@@ -42,7 +42,7 @@ then compile once."""
 
 
 @triton.jit
-def _capped(z, cap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _capped(z, cap, HAS_CAP: tl.constexpr):
     """c·tanh(z/c)."""
     if HAS_CAP:
         z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
@@ -50,20 +50,20 @@ def _capped(z, cap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _share_below(log_q, log_p):  # type: ignore[no-untyped-def]
+def _share_below(log_q, log_p):
     """1[q < p], and a half where they are equal: the gradient that torch gives min(p, q)."""
     return tl.where(log_q < log_p, 1.0, tl.where(log_q == log_p, 0.5, 0.0))
 
 
 @triton.jit
-def _load(row, columns, V: tl.constexpr, cap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(row, columns, V: tl.constexpr, cap, HAS_CAP: tl.constexpr):
     inside = columns < V
     z = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, _capped(z, cap, HAS_CAP), float("-inf"))
 
 
 @triton.jit
-def _statistics_kernel(  # type: ignore[no-untyped-def]
+def _statistics_kernel(
     logits,
     teacher_logits,
     labels,
@@ -167,7 +167,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradient_kernel(  # type: ignore[no-untyped-def]
+def _gradient_kernel(
     logits,
     teacher_logits,
     labels,
@@ -327,7 +327,7 @@ def _head_loss(
 
 
 @_head_loss.register_fake
-def _(hidden, labels, supervised, weights, head, bias, softcap, teacher, teacher_index, terms, dpace_alpha, with_gradient):  # type: ignore[no-untyped-def]
+def _(hidden, labels, supervised, weights, head, bias, softcap, teacher, teacher_index, terms, dpace_alpha, with_gradient):
     numerator = weights.new_empty((), dtype=torch.float32)
     reported = weights.new_empty((3, *labels.shape), dtype=torch.float32)
     return numerator, reported, hidden.new_empty((hidden.shape[0] if with_gradient else 0, *hidden.shape[1:]))

@@ -59,7 +59,7 @@ class Problem:
     def compare(self, config: LossConfig, atol: float = 1e-6, rtol: float = 1e-5) -> None:
         (ours, our_gradient), (plain, plain_gradient) = (self.run(config, side) for side in ("fused", "reference"))
         for name, value in vars(plain).items():
-            torch.testing.assert_close(getattr(ours, name), value, atol=10 * atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close({name: getattr(ours, name)}, {name: value}, atol=10 * atol, rtol=rtol)
         torch.testing.assert_close(our_gradient, plain_gradient, atol=atol, rtol=rtol)
 
 
@@ -240,7 +240,9 @@ def test_fused_where_it_cannot_run_is_refused_and_auto_takes_the_reference(monke
     multiple=st.integers(1, 16),
     processors=st.integers(1, 200),
 )
-def test_a_chunk_is_whole_blocks_within_the_memory(num_rows: int, width: int, row_bytes: int, multiple: int, processors: int) -> None:
+def test_a_chunk_is_whole_blocks_within_the_memory(
+    num_rows: int, width: int, row_bytes: int, multiple: int, processors: int
+) -> None:
     from dflash_train.kernels.head_loss import LOGITS_BYTES, rows_per_chunk
 
     chunk = rows_per_chunk(num_rows, width, row_bytes, multiple, processors)
