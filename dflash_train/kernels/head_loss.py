@@ -322,7 +322,8 @@ def _head_loss(
     values = ce * table[_CROSS_ENTROPY.value] + table[_TERMS.value]
     values += entropy * table[_BEST.value] * table[_ENTROPY.value]
     numerator = torch.where(supervised, values * scaled, 0.0).sum()
-    reported = table[[_CROSS_ENTROPY.value, _BEST.value, _ALPHA.value]]
+    # Not indexed by a list: the host would wait while the list is copied to the device.
+    reported = torch.stack([table[row.value] for row in (_CROSS_ENTROPY, _BEST, _ALPHA)])
     return numerator, reported, gradient.to(hidden.dtype)
 
 
