@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import compile_guard
@@ -230,22 +228,3 @@ def test_fused_where_it_cannot_run_is_refused_and_auto_takes_the_reference(monke
         problem.run(LossConfig(), "fused")
     plain, automatic = problem.run(LossConfig(), "reference"), problem.run(LossConfig(), "auto")
     assert torch.equal(plain[1], automatic[1])
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@given(
-    num_rows=st.integers(0, 20_000),
-    width=st.integers(1, 8192),
-    row_bytes=st.integers(1, 2**22),
-    multiple=st.integers(1, 16),
-    processors=st.integers(1, 200),
-)
-def test_a_chunk_is_whole_blocks_within_the_memory(
-    num_rows: int, width: int, row_bytes: int, multiple: int, processors: int
-) -> None:
-    from dflash_train.kernels.head_loss import LOGITS_BYTES, rows_per_chunk
-
-    chunk = rows_per_chunk(num_rows, width, row_bytes, multiple, processors)
-    assert chunk >= multiple
-    assert chunk % multiple == 0
-    assert chunk == multiple or chunk * row_bytes <= LOGITS_BYTES
