@@ -27,7 +27,6 @@ by the number of rows instead, which makes its value grow with the number of blo
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Iterable
@@ -40,6 +39,8 @@ from torch.nn import functional as F
 from compile_guard import checkpoint
 from dflash_train.config import ConfigError, LossConfig
 from dflash_train.vocabulary import Vocabulary
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,18 +170,13 @@ def is_fused(config: LossConfig, hidden: Tensor) -> bool:
     if config.implementation == "reference":
         return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    runs = _has_triton() and (hidden.is_cuda or (interpreted and hidden.device.type == "cpu"))
+    runs = _HAS_TRITON and (hidden.is_cuda or (interpreted and hidden.device.type == "cpu"))
     if config.implementation == "fused" and not runs:
         raise ConfigError(
             f"loss.implementation = fused needs Triton and a GPU, and the states are on {hidden.device}"
-            f"{'' if _has_triton() else ', without Triton'}; use auto"
+            f"{'' if _HAS_TRITON else ', without Triton'}; use auto"
         )
     return runs and (hidden.is_cuda or config.implementation == "fused")
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _reference(

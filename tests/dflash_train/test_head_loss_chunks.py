@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the module has Triton's kernels")
 
-from dflash_train.kernels.head_loss import LOGITS_BYTES, rows_per_chunk  # noqa: E402
+from dflash_train.kernels.head_loss import LOGITS_BYTES, rows_per_chunk
 
 
 @given(
