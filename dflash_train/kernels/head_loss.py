@@ -62,7 +62,14 @@ def _load(row, columns, V: tl.constexpr, cap, HAS_CAP: tl.constexpr):
     return tl.where(inside, _capped(z, cap, HAS_CAP), float("-inf"))
 
 
-@triton.jit
+# Chunks start anywhere in these: Triton would compile each kernel again for other alignments and row counts.
+_ANY_PLACE = {
+    "do_not_specialize": ["num_rows"],
+    "do_not_specialize_on_alignment": ["labels", "supervised", "weights", "statistics"],
+}
+
+
+@triton.jit(**_ANY_PLACE)
 def _statistics_kernel(
     logits,
     teacher_logits,
@@ -166,7 +173,7 @@ def _statistics_kernel(
     tl.store(statistics + _ENTROPY * num_rows + index, tl.sum(entropy, 0))
 
 
-@triton.jit
+@triton.jit(**_ANY_PLACE)
 def _gradient_kernel(
     logits,
     teacher_logits,
@@ -335,12 +342,13 @@ def _(hidden, labels, supervised, weights, head, bias, softcap, teacher, teacher
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[2])
 
 
-def _backward(ctx: Any, by_numerator: Tensor, by_reported: Tensor, by_gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, by_numerator: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
-    return (gradient * by_numerator.to(gradient.dtype), *[None] * 11)
+    return (None if by_numerator is None else gradient * by_numerator.to(gradient.dtype), *[None] * 11)
 
 
 _head_loss.register_autograd(_backward, setup_context=_keep)
