@@ -13,6 +13,7 @@ SlidingRule = Literal["specforge", "speculators", "speculators-bidirectional", "
 AttentionBackend = Literal["auto", "flex", "sdpa", "eager"]
 Weighting = Literal["decay", "dpace", "uniform"]
 CheckpointMode = Literal["non-reentrant", "reentrant", "off"]
+LossImplementation = Literal["auto", "fused", "reference"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Synchronise = Literal["gradients", "weights"]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -225,6 +226,9 @@ class LossConfig:
     """Decay constant in slots: 7 for blocks of 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5
     """Smoothing of D-PACE, 0 to 1."""
+    implementation: LossImplementation = "auto"
+    """`fused` makes the gradient in the forward (Triton, `kernels/head_loss.py`), `reference` is plain torch; `auto`: fused on
+    CUDA where Triton is installed. `chunk_rows` and `checkpoint` are the reference's."""
     chunk_rows: int = 512
     """Slots whose logits exist at once; rounded down to whole blocks."""
     checkpoint: CheckpointMode = "non-reentrant"

@@ -64,7 +64,8 @@ def predict_memory(config: RunConfig, *, lent: bool = False) -> Memory:
     per_token = 8 * width + 4 * query + 3 * inner
     per_key = 6 * key
     layers = drafter.num_layers * rows * (blocks * per_token + (length + blocks) * per_key) * size
-    # Logits, their log-softmax and its gradient, of one chunk; those of the teacher as well.
+    # The reference: logits, their log-softmax and its gradient, of one chunk, those of the teacher as well. The fused loss has
+    # a bound of its own, below that at the default chunk.
     chunk = config.loss.chunk_rows * drafter.vocab_size * (size + 3 * 4) * (2 if config.loss.needs_teacher else 1)
     states = rows * length * (len(drafter.taps) + 1) * width * size
     return Memory(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compile_guard import compile
 from dflash_train.anchors import Anchors
@@ -130,13 +131,40 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, context: Tensor, rope: Rotation, mask: Mask, backend: str) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, rope, mask, backend)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+        return self.add_mlp(self.add_attention(x, context, rope, mask, backend))
+
+    def add_attention(self, x: Tensor, context: Tensor, rope: Rotation, mask: Mask, backend: str) -> Tensor:
+        """The first half: x [R, T, H] and what attention adds to it."""
+        out: Tensor = x + self.self_attn(self.input_layernorm(x), context, rope, mask, backend)
+        return out
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """The second half: x [R, T, H] and what the MLP adds to it."""
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 def _run_layer(layer: DecoderLayer, x: Tensor, context: Tensor, rope: Rotation, mask: Mask, backend: str) -> Tensor:
     return layer.forward(x, context, rope, mask, backend)
+
+
+def _keep_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _run_layer_lean(layer: DecoderLayer, x: Tensor, context: Tensor, rope: Rotation, mask: Mask, backend: str) -> Tensor:
+    """For compiling: the same, but what stands between the MLP's products is made again in backward.
+
+    The compiler's own choice keeps the normed input and silu(gate)·up, since a product reads them in backward: 32 KiB a block
+    token at H 4096 and I 12288. Made again, they are part of a kernel that reads gate and up in any case.
+    """
+    x = layer.add_attention(x, context, rope, mask, backend)
+    if not torch.is_grad_enabled():
+        return layer.add_mlp(x)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    out: Tensor = checkpoint(layer.add_mlp, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return out
 
 
 _LayerRun = Callable[[DecoderLayer, Tensor, Tensor, Rotation, Mask, str], Tensor]
@@ -147,7 +175,21 @@ def _compiled_layer() -> _LayerRun:
     # One compile cache per device for all layers: their shapes are equal, only the mask differs between kinds. Made at
     # the first use, since the import behind it takes seconds. A graph break would leave flex_attention uncompiled,
     # which materialises all scores: better an error.
-    compiled: _LayerRun = compile(_run_layer, shared="dflash_train.drafter.layer", dynamic=False, fullgraph=True)
+    compiled: _LayerRun = compile(_run_layer_lean, shared="dflash_train.drafter.layer", dynamic=False, fullgraph=True)
+    return compiled
+
+
+def _run_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = norm.forward(x)
+    return out
+
+
+@functools.cache
+def _compiled_norm() -> Callable[[nn.Module, Tensor], Tensor]:
+    # The last norm as well: eager, it goes over the block states in float32 six times.
+    compiled: Callable[[nn.Module, Tensor], Tensor] = compile(
+        _run_norm, shared="dflash_train.drafter.norm", dynamic=False, fullgraph=True
+    )
     return compiled
 
 
@@ -201,7 +243,7 @@ class Drafter(nn.Module):
 
     def fuse(self, taps: Tensor) -> Tensor:
         """The target's tapped states [R, S, K·H], in the order of `config.taps`, to context features [R, S, H]."""
-        fused: Tensor = self.hidden_norm(self.fc(taps))
+        fused: Tensor = self.hidden_norm(self.fc(taps))  # not compiled: decoding comes with another length each time
         return fused
 
     def forward(
@@ -230,8 +272,8 @@ class Drafter(nn.Module):
         for layer, kind in zip(self.layers, self.config.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
             x = run(layer, x, context, rope, masks.sliding if kind == SLIDING else masks.full, backend)
-        out: Tensor = self.norm(x)
-        return out
+        norm = _compiled_norm() if backend == "flex" else _run_norm
+        return norm(self.norm, x)
 
 
 def draft_slots(hidden: Tensor, blocks: Blocks, config: DrafterConfig) -> Tensor:

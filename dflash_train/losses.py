@@ -27,6 +27,8 @@ by the number of rows instead, which makes its value grow with the number of blo
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -37,6 +39,8 @@ from torch.nn import functional as F
 from compile_guard import checkpoint
 from dflash_train.config import ConfigError, LossConfig
 from dflash_train.vocabulary import Vocabulary
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +61,8 @@ class LossSums:
     """Per block, supervised slots before the first wrong one: summed. What greedy decoding of the text would accept."""
     blocks: Tensor
     """Blocks with a supervised slot."""
+    alpha: Tensor
+    """Sum of alpha, the chance that sampling accepts the draft, over supervised slots; 0 where no term needs the target."""
 
     def mean(self) -> Tensor:
         """numerator / denominator; 0 with zero gradient if nothing is supervised."""
@@ -104,8 +110,9 @@ def block_loss(
 ) -> LossSums:
     """The objective of M blocks of P predicting slots.
 
-    At most `config.chunk_rows` slots (whole blocks) have logits at a time; with gradients on, a chunk's logits are
-    dropped and rebuilt in backward, by `compile_guard.checkpoint` in the mode that `config.checkpoint` names.
+    Logits exist a chunk at a time. In the reference a chunk is `config.chunk_rows` slots (whole blocks), whose logits are
+    dropped and, with gradients on, rebuilt in backward, by `compile_guard.checkpoint` in the mode that `config.checkpoint`
+    names; the fused implementation makes the gradient at once and rebuilds nothing.
 
     Args:
         hidden: [..., P, H] drafter's final states.
@@ -118,7 +125,7 @@ def block_loss(
         teacher_index: [..., P] int64 into `teacher`, so that no copy per slot is made.
 
     Raises:
-        ConfigError: a term needs the teacher and there is none.
+        ConfigError: a term needs the teacher and there is none, or `fused` cannot run here.
     """
     slots = labels.shape[-1]
     if config.needs_teacher and teacher is None:
@@ -130,6 +137,60 @@ def block_loss(
         teacher_index = torch.arange(labels.numel(), device=labels.device)
     rows = None if teacher_index is None else teacher_index.reshape(-1, slots)
     weights = slot_weights(supervised, config)
+    if is_fused(config, hidden):
+        from dflash_train.kernels.head_loss import head_loss  # needs Triton
+
+        numerator, cross_entropy, best, alpha = head_loss(
+            hidden, labels, supervised, weights, vocabulary, config, teacher, rows
+        )
+        totals = torch.stack([numerator, *_statistics(cross_entropy, best, alpha, supervised)])
+    else:
+        totals = _reference(hidden, labels, supervised, weights, vocabulary, config, teacher, rows)
+    numerator, *statistics = totals.unbind()
+    cross_entropy, correct, accepted, nonempty, alpha = (value.detach() for value in statistics)
+    counted = supervised.sum(dtype=torch.float32)
+    return LossSums(
+        numerator=numerator,
+        denominator=counted if config.weighting == "dpace" else weights.sum(),
+        cross_entropy=cross_entropy,
+        correct=correct,
+        supervised=counted,
+        accepted=accepted,
+        blocks=nonempty,
+        alpha=alpha,
+    )
+
+
+def is_fused(config: LossConfig, hidden: Tensor) -> bool:
+    """Which implementation is meant for these states.
+
+    Raises:
+        ConfigError: `fused` is asked for where it cannot run.
+    """
+    if config.implementation == "reference":
+        return False
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    runs = _HAS_TRITON and (hidden.is_cuda or (interpreted and hidden.device.type == "cpu"))
+    if config.implementation == "fused" and not runs:
+        raise ConfigError(
+            f"loss.implementation = fused needs Triton and a GPU, and the states are on {hidden.device}"
+            f"{'' if _HAS_TRITON else ', without Triton'}; use auto"
+        )
+    return runs and (hidden.is_cuda or config.implementation == "fused")
+
+
+def _reference(
+    hidden: Tensor,
+    labels: Tensor,
+    supervised: Tensor,
+    weights: Tensor,
+    vocabulary: Vocabulary,
+    config: LossConfig,
+    teacher: Tensor | None,
+    rows: Tensor | None,
+) -> Tensor:
+    """[6] fp32: numerator and the statistics of `_statistics`; plain torch, in chunks."""
+    slots = labels.shape[-1]
     run_checkpointed = config.checkpoint != "off" and torch.is_grad_enabled() and hidden.requires_grad
 
     def chunk_sums(
@@ -140,7 +201,7 @@ def block_loss(
 
     blocks_per_chunk = max(1, config.chunk_rows // slots)
     parts = [hidden, labels, supervised, weights] + ([] if rows is None else [rows])
-    totals = hidden.new_zeros(5, dtype=torch.float32)
+    totals = hidden.new_zeros(6, dtype=torch.float32)
     # Split, not sliced: the gradients of slices would each be padded to the size of the whole.
     for inputs in zip(*(torch.split(part, blocks_per_chunk) for part in parts), strict=True):
         if run_checkpointed:
@@ -149,18 +210,21 @@ def block_loss(
             totals = totals + checkpoint(chunk_sums, *inputs, **options)
         else:
             totals = totals + chunk_sums(*inputs)
-    numerator, *statistics = totals.unbind()
-    cross_entropy, correct, accepted, nonempty = (value.detach() for value in statistics)
-    counted = supervised.sum(dtype=torch.float32)
-    return LossSums(
-        numerator=numerator,
-        denominator=counted if config.weighting == "dpace" else weights.sum(),
-        cross_entropy=cross_entropy,
-        correct=correct,
-        supervised=counted,
-        accepted=accepted,
-        blocks=nonempty,
-    )
+    return totals
+
+
+@torch.no_grad()
+def _statistics(cross_entropy: Tensor, best: Tensor, alpha: Tensor, supervised: Tensor) -> list[Tensor]:
+    """Cross-entropy, correct, accepted, blocks, alpha, summed over slots, each [M, P]; `best`: the argmax is the label."""
+    right = best.bool() & supervised
+    accepted = (right | ~supervised).cumprod(-1).bool() & supervised
+    return [
+        (cross_entropy * supervised).sum(),
+        right.sum(dtype=torch.float32),
+        accepted.sum(dtype=torch.float32),
+        supervised.any(-1).sum(dtype=torch.float32),
+        (alpha * supervised).sum(),
+    ]
 
 
 def _chunk_sums(
@@ -172,31 +236,30 @@ def _chunk_sums(
     vocabulary: Vocabulary,
     config: LossConfig,
 ) -> Tensor:
-    """[5] fp32: numerator, cross-entropy, correct, accepted, blocks of one chunk [m, P]."""
+    """[6] fp32: numerator and the statistics of one chunk [m, P]."""
     logits = vocabulary.logits(hidden.flatten(0, 1))
     log_q = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     cross_entropy = F.nll_loss(log_q, labels.flatten(), reduction="none").view(labels.shape)
     with torch.no_grad():
-        right = (logits.argmax(-1).view(labels.shape) == labels) & supervised
-        accepted = (right | ~supervised).cumprod(-1).bool() & supervised
-        statistics = [
-            (cross_entropy * supervised).sum(),
-            right.sum(dtype=torch.float32),
-            accepted.sum(dtype=torch.float32),
-            supervised.any(-1).sum(dtype=torch.float32),
-        ]
+        best = logits.argmax(-1).view(labels.shape) == labels
+        alpha = torch.zeros_like(cross_entropy)
     if config.weighting == "dpace":
         weights = weights * dpace_weights(cross_entropy, supervised, config.dpace_alpha)
     terms = config.ce * cross_entropy
     if teacher is not None:
         with torch.no_grad():
             log_p = torch.log_softmax(vocabulary.logits(teacher), dim=-1, dtype=torch.float32)
+            alpha = _acceptance(log_q, log_p).view(labels.shape)
         terms = terms + _divergences(log_q, log_p, config).view(labels.shape)
     if config.cap:
-        terms = terms + config.cap * right * _entropy(log_q).view(labels.shape)
+        terms = terms + config.cap * (best & supervised) * _entropy(log_q).view(labels.shape)
     # `where`, not a product: a slot that does not count may hold anything, and 0 * inf is NaN.
     numerator = torch.where(supervised, terms * weights, 0.0).sum()
-    return torch.stack([numerator, *statistics])
+    return torch.stack([numerator, *_statistics(cross_entropy, best, alpha, supervised)])
+
+
+def _acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
 def _entropy(log_q: Tensor) -> Tensor:
@@ -212,7 +275,7 @@ def _divergences(log_q: Tensor, log_p: Tensor, config: LossConfig) -> Tensor:
     if config.rkl:
         total = total + config.rkl * (log_q.exp() * (log_q - log_p)).sum(-1)
     if config.tv or config.lk:
-        acceptance = torch.minimum(log_p, log_q).exp().sum(-1)
+        acceptance = _acceptance(log_q, log_p)
         total = total + config.tv * (1 - acceptance)
     if config.lk:
         share = torch.exp(-config.lk_eta * acceptance.detach())
@@ -220,4 +283,4 @@ def _divergences(log_q: Tensor, log_p: Tensor, config: LossConfig) -> Tensor:
     return total
 
 
-__all__ = ["LossSums", "add_sums", "block_loss", "dpace_weights", "slot_weights"]
+__all__ = ["LossSums", "add_sums", "block_loss", "dpace_weights", "is_fused", "slot_weights"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,8 @@ class Replica:
                 "exp_avg": torch.zeros_like(weight),
                 "exp_avg_sq": torch.zeros_like(weight),
             }
+        self._zero = False
+        """Whether the masters' gradients count as zero, whatever they hold."""
         self.zero_grad()
 
     def accumulate(self, rows: PackedRows, anchors: Anchors, states: TargetStates) -> LossSums:
@@ -126,31 +129,52 @@ class Replica:
         )
         sums.numerator.backward()  # type: ignore[no-untyped-call]
         if self._own_masters:
-            for name, weight in self._computing.items():
-                gradient = self.masters[name].grad
-                assert gradient is not None
-                if weight.grad is not None:
-                    gradient.add_(weight.grad)
-                weight.grad = None
+            self._collect()
         return LossSums(**{name: value.detach() for name, value in vars(sums).items()})
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        """Move the gradients of the weights that compute to the masters."""
+        made = [weight.grad for weight in self._computing.values()]
+        computed = [gradient for gradient in made if gradient is not None]
+        if self._zero and len(computed) == len(made):
+            # The first batch of a step overwrites: zeroing first would be another pass over all of them.
+            torch._foreach_copy_(self._gradients(), computed)
+            self._zero = False
+        else:
+            for master, gradient in zip(self.gradients, made, strict=True):
+                if gradient is not None:
+                    master.add_(gradient)
+        for weight in self._computing.values():
+            weight.grad = None
+
+    def _gradients(self) -> list[Tensor]:
+        return [weight.grad for weight in self.masters.values() if weight.grad is not None]
 
     @property
     def gradients(self) -> list[Tensor]:
         """Gradients of the masters, float32, in the order of their names."""
-        return [weight.grad for weight in self.masters.values() if weight.grad is not None]
+        gradients = self._gradients()
+        if self._zero:
+            torch._foreach_zero_(gradients)
+            self._zero = False
+        return gradients
 
     def zero_grad(self) -> None:
         """Set the gradients to zero; they exist always, so that all drafters have the same ones to sum."""
         for weight in self.masters.values():
             if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            else:
-                weight.grad.zero_()
+                weight.grad = torch.empty_like(weight)
+        # Backward adds to the gradients of weights that are their own masters; others are zeroed only if nothing overwrites.
+        self._zero = self._own_masters
+        if not self._own_masters:
+            torch._foreach_zero_(self._gradients())
 
     def update(self, step: int, denominator: float) -> tuple[float, bool]:
         """Divide the gradient by the loss's denominator, clip it, take an optimiser step; the gradient is zero after.
 
-        A gradient that is not finite, or of nothing (no slot was supervised), changes nothing.
+        A gradient that is not finite, or of nothing (no slot was supervised), changes nothing. The host waits for the device
+        once, at the end.
 
         Returns:
             Norm of the gradient before clipping, and whether it was finite.
@@ -158,26 +182,25 @@ class Replica:
         if denominator <= 0:
             self.zero_grad()
             return 0.0, True
-        gradients = self.gradients
-        torch._foreach_mul_(gradients, 1.0 / denominator)
-        norm = torch.nn.utils.get_total_norm(gradients)
-        length = float(norm)
-        finite = math.isfinite(length)
-        if finite:
-            torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.config.train.clip, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(step, self.config.train)
-            self.optimizer.step()
-            self.publish()
+        norm = torch.nn.utils.get_total_norm(self.gradients) / denominator
+        # Dividing and clipping are one division inside the optimiser's kernel, which also skips a step that is not finite:
+        # the interface of torch's GradScaler to fused optimisers.
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale = denominator * (norm / self.config.train.clip).clamp_min(1.0)
+        optimizer.found_inf = 1.0 - norm.isfinite().float()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.config.train)
+        self.optimizer.step()
+        self.publish()
         self.zero_grad()
-        return length, finite
+        length = float(norm)
+        return length, math.isfinite(length)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the weights that compute up to date with the masters."""
         if self._own_masters:
-            for name, weight in self._computing.items():
-                weight.copy_(self.masters[name])
+            torch._foreach_copy_(list(self._computing.values()), list(self.masters.values()))
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,1 @@
+"""Triton kernels; importing one needs Triton, which CPU builds of torch come without."""

@@ -1,0 +1,40 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.drafter_step import flop
+from benchmarks.measure import Timing, markdown
+from dflash_train.config_files import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_flop_rule_gives_the_published_figure_and_is_linear_in_sequences() -> None:
+    """72 TFLOP for a sequence of the Qwen3-8B drafter: SpecForge's 172 ms at 422 TFLOP/s."""
+    config = load_config("qwen3-8b").drafter
+    assert flop(config, 1) == pytest.approx(0.172 * 422e12, rel=0.01)
+    assert flop(config, 2) == pytest.approx(2 * flop(config, 1))
+
+
+def test_a_timing_is_its_median_and_half_its_range() -> None:
+    timing = Timing(rounds=[10.0, 8.0, 12.0])
+    assert (timing.median, timing.spread) == (10.0, 0.2)
+    assert timing.as_dict()["ms"] == 10.0
+
+
+def test_tables_are_markdown() -> None:
+    assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_the_pipeline_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "benchmarks.pipeline", "--size", "tiny", "--steps", "8", "--limit", "1"]
+    command += ["--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    assert result["pipeline"]["alone"]["expected_tok_s"] > 0
+    assert result["environment"]["command"].startswith("python -m benchmarks.pipeline")
