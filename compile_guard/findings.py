@@ -145,12 +145,14 @@ def other_thread(ident: int | None, doing: str, for_s: float | None = None) -> A
     """Another thread, by its `threading.get_ident()`, as an actor with the stack it has at this moment."""
     if ident is None:
         return None
-    names = {thread.ident: thread for thread in threading.enumerate()}
-    thread = names.get(ident)
     # Autograd's device threads are known to Python only while they run Python code, and have no Thread object.
-    name = thread.name if thread is not None else f"ident {ident}"
-    native = (thread.native_id or 0) if thread is not None else 0
-    return Actor(name, native, doing, stack_of(sys._current_frames().get(ident)), for_s)
+    native = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
+    return Actor(thread_name(ident), native, doing, stack_of(sys._current_frames().get(ident)), for_s)
+
+
+def thread_name(ident: int) -> str:
+    """A thread's name by its `threading.get_ident()`; autograd's device threads and those that are over have none."""
+    return next((thread.name for thread in threading.enumerate() if thread.ident == ident), f"ident {ident}")
 
 
 class Findings:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 
-from compile_guard import fork, torch_seams
+from compile_guard import events, fork, torch_seams
+from compile_guard.entry import gate
 from compile_guard.findings import (
     GuardError,
     Mode,
@@ -65,6 +67,14 @@ def install(mode: Mode | None = None) -> None:
         fork.register()
         fork.active = True
         _patches = patches
+        folder = os.environ.get(events.VARIABLE)
+        if folder:
+            events.LOG.open(folder, _has_a_lock)
+
+
+def _has_a_lock() -> bool:
+    """Whether the calling thread holds a lock of ours that others may want: it must not write files meanwhile."""
+    return TRACE_LOCK.owned() or gate.is_closed_by_me()
 
 
 def _put_in(seam: torch_seams.Seam, patches: Patches) -> None:
@@ -89,6 +99,7 @@ def uninstall() -> None:
             fork.active = False
             left = _patches.undo()
             _patches = None
+        events.LOG.close()
         for name in left:
             logger.warning("%s was patched again by somebody else after install(); it is left as it is", name)
 

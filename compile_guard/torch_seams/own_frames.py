@@ -49,6 +49,7 @@ _MODULES_INSIDE_CALLS = [
     for name in (
         "activation_checkpoint",
         "entry",
+        "events",
         "findings",
         "single_flight",
         "torch_seams",
