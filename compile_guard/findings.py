@@ -18,7 +18,10 @@ Mode = Literal["off", "record", "warn", "raise"]
 MODES: tuple[Mode, ...] = ("off", "record", "warn", "raise")
 
 _STACK_FRAMES = 12
-_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+_OWN_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_OWN_HAZARDS = os.path.join(_OWN_DIRECTORY, "hazards", "")
+"""Its triggers are programs: what they do is what a finding shows."""
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _THREADING_FILE = threading.__file__
 _MAX_RECORDED = 1000
 """A finding that repeats only raises the count of the first, so that this is a bound on different findings."""
@@ -118,10 +121,10 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
             break
         name = code.co_filename
         row = f"{name}:{line} in {code.co_name}"
-        if name.startswith(libraries):
+        if name.startswith((libraries, _STANDARD_LIBRARY)) and not name.startswith((_THREADING_FILE, _OWN_DIRECTORY)):
             if not rows and innermost_library is None:
                 innermost_library = row
-        elif os.path.dirname(name) != _OWN_DIRECTORY and not name.startswith((_THREADING_FILE, "<frozen")):
+        elif name.startswith(_OWN_HAZARDS) or not name.startswith((_OWN_DIRECTORY, _THREADING_FILE, "<frozen")):
             rows.append(row)
     if innermost_library is not None:
         rows.insert(0, innermost_library)
