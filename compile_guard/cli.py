@@ -115,7 +115,7 @@ def report(folder: Path, out: Path, *, overwrite: bool, profile: Path | None) ->
         print(f"compile-guard: {error}", file=sys.stderr)
         return CANNOT_RUN
     print(text.of_run(logged), end="")
-    print(f"written: {out / 'index.html'}, report.txt, timeline.trace.json (open it in ui.perfetto.dev), events", file=sys.stderr)
+    print(f"written: {out / 'index.html'}, report.txt, events, timeline.trace.json (for ui.perfetto.dev)", file=sys.stderr)
     return FINDINGS if any(not finding.prevented for finding in logged.findings()) else CLEAN
 
 
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb.add_argument("--report", type=Path, metavar="FILE", help="write the report here too; as JSON where FILE ends in .json")
     verb.add_argument("--trace", type=Path, metavar="DIR", help="log events into this folder, for `compile-guard report`")
     verb.add_argument("script", help="the program")
-    verb.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments: all that follows the program is the program's")
+    verb.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments: all that follows the program")
     verb = verbs.add_parser("report", help="text, HTML and a timeline of a run that logged its events")
     verb.add_argument("run", type=Path, metavar="RUN", help="the folder that --trace or COMPILE_GUARD_TRACE named")
     verb.add_argument("-o", dest="out", type=Path, metavar="DIR", default=Path("cg_out"), help="folder to write (cg_out)")

@@ -43,12 +43,12 @@ def as_html(run: Run) -> str:
 {_verdict(found)}
 {_tiles(run)}
 <h2>Threads</h2>
-<p class="about">What each thread did when. <code>timeline.trace.json</code>, opened in ui.perfetto.dev, shows the same in full.</p>
+<p class="about">What each thread did when. <code>timeline.trace.json</code>, in ui.perfetto.dev, shows it in full.</p>
 <div class="card">{overview(run)}
 <p class="legend">{_legend()}</p></div>
 <h2>Findings</h2>
-<p class="about">Conflicts between threads, and silent effects of compiling in threads, each once: what happened first, then what
-the guard prevented.</p>
+<p class="about">Conflicts between threads, and silent effects of compiling in threads, each once: what happened first,
+then what the guard prevented.</p>
 {_findings(found)}
 <h2>Lock waits</h2>
 <p class="about">The longest waits of the guard: what was waited for, and for whom.</p>
@@ -131,7 +131,7 @@ def _finding(finding: Finding) -> str:
         "Fix": finding.fix,
     }
     facts = "".join(f"<dt>{name}</dt><dd>{_prose(text)}</dd>" for name, text in rows.items())
-    facts += f"<dt>Suppress</dt><dd>add <code>{escape(finding.key)}</code> to the file that COMPILE_GUARD_SUPPRESSIONS names</dd>"
+    facts += f"<dt>Suppress</dt><dd><code>{escape(finding.key)}</code> in the file that COMPILE_GUARD_SUPPRESSIONS names</dd>"
     other = f"<pre>{_actor('while', finding.other)}</pre>" if finding.other is not None else ""
     badge = f'<span class="badge{"" if finding.prevented else " bad"}">{outcome}</span>'
     return (
@@ -242,7 +242,7 @@ def _data(run: Run) -> str:
     items = "".join(f'<li><a href="{quote(link)}">{escape(link)}</a></li>' for link in links)
     lines = [f"{len(run.events)} events of {len(run.files)} file(s)."]
     if run.num_broken:
-        lines.append(f"{run.num_broken} broken lines were skipped: the program was killed, the disk was full, or a file is damaged.")
+        lines.append(f"{run.num_broken} broken lines were skipped: the program was killed, or the disk was full.")
     if run.num_newer:
         lines.append(f"{run.num_newer} events are of a newer format, and were skipped.")
     if run.num_dropped:

@@ -13,6 +13,15 @@ from typing import Any
 
 from compile_guard.report.event_log import SPANS, Event, Run, end_ns, lane_of
 
+_NAME_OF_SPAN = {
+    "lock_hold": "holds {lock}: {what}",
+    "wait": "waits for {subject}",
+    "trace": "{what}",
+    "compile": "compile {what}",
+    "reset": "reset",
+}
+_SHOWN_OTHERWISE = frozenset({"v", "t_ns", "dur_ns", "pid", "tid", "thread", "kind"})
+
 
 def as_trace(run: Run) -> dict[str, Any]:
     """The run in Chrome's trace format."""
@@ -75,15 +84,9 @@ def _place(event: Event, base: int, at_ns: int | None = None) -> dict[str, Any]:
 
 def _rows(event: Event, base: int) -> Iterator[dict[str, Any]]:
     kind = event["kind"]
-    about = {name: value for name, value in event.items() if name not in ("v", "t_ns", "dur_ns", "pid", "tid", "thread", "kind")}
+    about = {name: value for name, value in event.items() if name not in _SHOWN_OTHERWISE}
     if kind in SPANS:
-        name = {
-            "lock_hold": lambda: f"holds {event['lock']}: {event['what']}",
-            "wait": lambda: f"waits for {event['subject']}",
-            "trace": lambda: event["what"],
-            "compile": lambda: f"compile {event['what']}",
-            "reset": lambda: "reset",
-        }[kind]()
+        name = _NAME_OF_SPAN[kind].format_map(event)
         yield {"ph": "X", "cat": kind, "name": name, **_place(event, base), "dur": event["dur_ns"] / 1000, "args": about}
     elif kind == "finding":
         outcome = "prevented" if event["prevented"] else "happened"
