@@ -21,6 +21,7 @@ from compile_guard import __version__, events
 from compile_guard.findings import MODES, FindingError, findings, mode_from_environment
 from compile_guard.install import install
 from compile_guard.report import text
+from compile_guard.report.environment import environment
 from compile_guard.tracing import TRACE_LOCK
 
 CLEAN, FINDINGS, CANNOT_RUN = 0, 1, 2
@@ -119,16 +120,20 @@ def report(folder: Path, out: Path, *, overwrite: bool, profile: Path | None) ->
     return FINDINGS if any(not finding.prevented for finding in logged.findings()) else CLEAN
 
 
-def doctor(*, as_json: bool) -> int:
-    """Say which hazards this torch has and which the guard covers; 1 where one is not covered."""
+def doctor(*, as_json: bool, only: Sequence[str], quick: bool) -> int:
+    """Run the hazards without and with the guard and say what came of it; 1 where one is open."""
     from compile_guard import doctor as clinic
 
-    diagnoses = clinic.diagnose()
+    try:
+        diagnoses = clinic.diagnose(clinic.chosen(only), quick=quick)
+    except (ValueError, OSError) as error:
+        print(f"compile-guard: {error}", file=sys.stderr)
+        return CANNOT_RUN
     if as_json:
-        print(json.dumps({"environment": text.environment(), "hazards": clinic.as_dicts(diagnoses)}, indent=1))
+        print(json.dumps(clinic.as_dict(diagnoses, environment()), indent=1))
     else:
-        print(clinic.as_text(diagnoses, text.environment()), end="")
-    return FINDINGS if any(diagnosis.cover == "NOT COVERED" for diagnosis in diagnoses) else CLEAN
+        clinic.show(diagnoses, environment())
+    return FINDINGS if any(diagnosis.verdict == "open" for diagnosis in diagnoses) else CLEAN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,8 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb.add_argument("-o", dest="out", type=Path, metavar="DIR", default=Path("cg_out"), help="folder to write (cg_out)")
     verb.add_argument("--overwrite", action="store_true", help="replace the report that is in DIR")
     verb.add_argument("--merge", type=Path, metavar="FILE", help="put the timeline into this trace of torch.profiler")
-    verb = verbs.add_parser("doctor", help="which hazards does this torch have, and does the guard cover each")
+    verb = verbs.add_parser("doctor", help="which hazards has this torch, and what does the guard do about each")
     verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.add_argument("--only", action="append", default=[], metavar="ID", help="this hazard, by id or name; may be repeated")
+    verb.add_argument("--quick", action="store_true", help="ask the feature tests only, run nothing")
     options = parser.parse_args(arguments)
     if options.verb == "report":  # needs no torch
         return report(options.run, options.out, overwrite=options.overwrite, profile=options.merge)
@@ -166,4 +173,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"compile-guard: {error}", file=sys.stderr)
             return CANNOT_RUN
         return run(options.script, options.arguments, mode=mode, report=options.report, trace=options.trace)
-    return doctor(as_json=options.json)
+    return doctor(as_json=options.json, only=options.only, quick=options.quick)

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +25,9 @@ class Nursery:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         command = [sys.executable, "-X", "faulthandler", "-m", "compile_guard.hazards", "--nursery"]
+        # Not buffered: what is in a buffer, `select` does not see.
         self._process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
 
     def run(self, arguments: Sequence[str], output: Path, timeout_s: float) -> int | None:
@@ -35,27 +37,29 @@ class Nursery:
             ChildProcessError: the nursery itself is gone.
         """
         self._ask({"arguments": list(arguments), "output": str(output)})
-        child = self._answer(None)
-        status = self._answer(timeout_s)
+        child = self._answer()
+        ended = self._answers_within(timeout_s)
         # Whatever the child forked or started ends with it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        if status is None:
-            self._answer(None)
-        return status
+        if not ended:
+            os.kill(child, signal.SIGKILL)  # it may not have come as far as to have a session of its own
+        status = self._answer()
+        return status if ended else None
 
     def _ask(self, request: object) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
         except BrokenPipeError:
             raise ChildProcessError("the process that hazards are forked from has ended") from None
 
-    def _answer(self, timeout_s: float | None) -> int:
+    def _answers_within(self, timeout_s: float) -> bool:
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            return None  # type: ignore[return-value]
+        return bool(select.select([self._process.stdout], [], [], timeout_s)[0])
+
+    def _answer(self) -> int:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise ChildProcessError("the process that hazards are forked from has ended")
@@ -92,7 +96,10 @@ def serve(main: Callable[[list[str]], Any]) -> None:
                 os.dup2(source, target)
             try:
                 main(request["arguments"])
+            except BaseException:
+                traceback.print_exc()
             finally:
-                os._exit(1)  # `main` of a child does not come back
+                sys.stderr.flush()
+                os._exit(1)  # `main` of a child comes back only by an exception
         os.write(answers, b"%d\n" % child)
         os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from compile_guard.findings import Finding
 from compile_guard.install import failed_seams
+from compile_guard.report.environment import environment
 from compile_guard.report.event_log import Run
 from compile_guard.trace_lock import TraceLock
 
 SCHEMA_VERSION = 1
-
-
-def environment() -> dict[str, str]:
-    """Versions and devices, as bug forms ask for them."""
-    import torch
-
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "devices": ", ".join(names) or "cpu",
-    }
 
 
 def as_dict(found: Sequence[Finding], lock: TraceLock, status: int | None) -> dict[str, Any]:
