@@ -158,6 +158,20 @@ def thread_name(ident: int) -> str:
     return next((thread.name for thread in threading.enumerate() if thread.ident == ident), f"ident {ident}")
 
 
+def is_inside_torch(ident: int) -> bool:
+    """Whether a thread, by its `threading.get_ident()`, runs code of torch at this moment, or waits in it for the system."""
+    folder = os.path.join(os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or os.sep), "")
+    frame = sys._current_frames().get(ident)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(folder):
+            return True
+        if not name.startswith((_STANDARD_LIBRARY, "<frozen")) or "site-packages" in name:
+            return False
+        frame = frame.f_back
+    return False
+
+
 class Findings:
     """The findings of this process, each kind and subject once, with a count.
 

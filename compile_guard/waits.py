@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from compile_guard import events
-from compile_guard.findings import Finding, GuardError, findings, other_thread, this_thread, thread_name
+from compile_guard.findings import Finding, GuardError, findings, is_inside_torch, other_thread, this_thread, thread_name
 
 STALL_S = 30.0
 """A wait longer than this is reported, with the stacks of both threads."""
@@ -138,17 +138,20 @@ def wait_for(
 
 
 def _report_stall(wait: Wait) -> None:
-    held_by = sorted(wait.holders())
+    holder = min(wait.holders(), default=None)
+    compiles = holder is not None and is_inside_torch(holder)
     findings.report(
         Finding(
             code="stall",
             subject=wait.subject,
             title=f"waiting for {wait.subject} since {time.monotonic() - wait.since:.0f} s",
             now=this_thread(f"waits for {wait.subject}"),
-            other=other_thread(held_by[0] if held_by else None, f"holds {wait.subject}"),
+            other=other_thread(holder, f"holds {wait.subject}" + ", inside torch: a compile that is still running" * compiles),
             shared=wait.subject,
             consequence="no progress in this thread until the other one lets go; the guard goes on waiting",
-            fix="look at the second stack: code inside a trace must not wait for a thread that traces as well",
+            fix="nothing, where the compile is merely slow; compile_guard.warmup() before the threads start makes nobody wait"
+            if compiles
+            else "look at the second stack: code inside a trace must not wait for a thread that traces as well",
             prevented=False,
         )
     )

@@ -16,6 +16,7 @@ from compile_guard.torch_seams import (
     checkpoint,
     compiled_calls,
     configuration,
+    finding_logs,
     lazy_backward,
     modules,
     reset,
@@ -59,6 +60,7 @@ SEAMS: tuple[Seam, ...] = (
     *reset.SEAMS,
     *checkpoint.SEAMS,
     *configuration.SEAMS,
+    *finding_logs.SEAMS,
 )
 
 
