@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compile_guard.hazards import _threads
+from compile_guard.hazards._diagnosing import diagnosing
 from compile_guard.hazards._document import document, machine
 from compile_guard.hazards._hazard import Hazard, catalogue
 from compile_guard.hazards._nursery import Nursery, serve
@@ -378,6 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--document", type=Path, nargs="+", metavar="FILE", help="print docs/hazards.md from --table --json files"
     )
+    parser.add_argument("--diagnosing", action="store_true", help="print docs/diagnosing.md")
     parser.add_argument("--list", action="store_true", help="print ids, names and titles of all entries")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--nursery", action="store_true", help=argparse.SUPPRESS)
@@ -392,6 +394,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return SAFE
     if options.document is not None:
         print(document(options.document), end="")
+        return SAFE
+    if options.diagnosing:
+        print(diagnosing(), end="")
         return SAFE
     if options.table:
         return run_table(options)
