@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from compile_guard.findings import Actor, Finding, findings
@@ -30,6 +31,8 @@ VARIABLE = "COMPILE_GUARD_TRACE"
 """The environment variable that names the folder; child processes inherit it."""
 MAX_BYTES = 50_000_000
 """Of one file: what comes after is counted, not written."""
+REPEAT_S = 0.1
+"""A finding that repeats is told once in so long a time, with how often it came."""
 _MAX_PENDING = 10_000
 """Events that may wait for a thread with empty hands."""
 
@@ -64,7 +67,7 @@ class EventLog:
         self._file: int | None = None
         self._num_bytes = 0
         self._num_dropped = 0
-        self._told: set[str] = set()
+        self._repeated: dict[tuple[str, bool], _Repeated] = {}
 
     def open(self, folder: str, busy: Callable[[], bool]) -> None:
         """Log into `folder`, which is made with the first event. Does nothing while a log is open.
@@ -85,6 +88,9 @@ class EventLog:
             return
         if self._end_listening is not None:
             self._end_listening()
+        for repeated in self._repeated.values():
+            if repeated.num_untold:
+                self._pending.append(self._event("finding", {**repeated.about, "times": repeated.num_untold}))
         if self._num_dropped:
             self._pending.append(self._event("dropped", {"num_events": self._num_dropped}))
         self.flush(to_the_end=True)
@@ -168,11 +174,12 @@ class EventLog:
 
     def _on_finding(self, finding: Finding) -> None:
         about: dict[str, Any] = {"code": finding.code, "subject": finding.subject, "prevented": finding.prevented}
-        # Once in full: one that repeats thousands of times must not fill the file with stacks.
-        told = f"{finding.key} {finding.prevented}"
-        if told not in self._told:
-            self._told.add(told)
-            about |= {
+        # Once in full, then at most so often: one that every warm call makes must not fill the file.
+        now = time.monotonic()
+        repeated = self._repeated.get((finding.key, finding.prevented))
+        if repeated is None:
+            self._repeated[finding.key, finding.prevented] = _Repeated(about, now)
+            about = about | {
                 "title": finding.title,
                 "now": _actor(finding.now),
                 "other": _actor(finding.other) if finding.other is not None else None,
@@ -180,7 +187,22 @@ class EventLog:
                 "consequence": finding.consequence,
                 "fix": finding.fix,
             }
-        self.emit("finding", **about)
+            self.emit("finding", times=1, **about)
+            return
+        repeated.num_untold += 1
+        if now - repeated.told_at >= REPEAT_S:
+            repeated.told_at = now
+            times, repeated.num_untold = repeated.num_untold, 0
+            self.emit("finding", times=times, **about)
+
+
+@dataclass(slots=True)
+class _Repeated:
+    """A finding that has been told in full."""
+
+    about: dict[str, Any]
+    told_at: float
+    num_untold: int = 0
 
 
 def _actor(actor: Actor) -> dict[str, Any]:

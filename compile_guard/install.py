@@ -74,7 +74,7 @@ def install(mode: Mode | None = None) -> None:
 
 def _has_a_lock() -> bool:
     """Whether the calling thread holds a lock of ours that others may want: it must not write files meanwhile."""
-    return TRACE_LOCK.owned() or gate.is_closed_by_me()
+    return TRACE_LOCK.owned() or gate.is_closed_by_me() or _install_lock._is_owned()  # type: ignore[attr-defined]
 
 
 def _put_in(seam: torch_seams.Seam, patches: Patches) -> None:
@@ -99,9 +99,9 @@ def uninstall() -> None:
             fork.active = False
             left = _patches.undo()
             _patches = None
-        events.LOG.close()
         for name in left:
             logger.warning("%s was patched again by somebody else after install(); it is left as it is", name)
+    events.LOG.close()
 
 
 def is_installed() -> bool:

@@ -24,7 +24,7 @@ _FIELDS_OF_KIND: dict[str, dict[str, tuple[type, ...]]] = {
     "wait": {"subject": (str,), "holders": (list,)},
     "trace": {"what": (str,)},
     "compile": {"what": (str,)},
-    "finding": {"code": (str,), "subject": (str,), "prevented": (bool,)},
+    "finding": {"code": (str,), "subject": (str,), "prevented": (bool,), "times": (int,)},
     "dropped": {"num_events": (int,)},
 }
 """What the reports rely on; the whole format is `events.schema.json`."""
@@ -76,7 +76,7 @@ class Run:
         counts: dict[str, int] = defaultdict(int)
         for event in self.spans("finding"):
             key = f"{event['code']}:{event['subject']}"
-            counts[key] += 1
+            counts[key] += event["times"]
             known = found.get(key)
             if "now" in event and (known is None or (known.prevented and not event["prevented"])):
                 found[key] = _finding(event)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ import pytest
 import torch
 
 from compile_guard import events
+from compile_guard.entry import gate
 from compile_guard.events import LOG, EventLog, now_ns
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.report.event_log import read
 from compile_guard.tracing import TRACE_LOCK
 from tests.threads import run_in_threads, until
 
+install = sys.modules["compile_guard.install"]  # the package's attribute of that name is the function
 SCHEMA = json.loads(files("compile_guard.report").joinpath("events.schema.json").read_text(encoding="utf-8"))
 
 
@@ -123,14 +127,18 @@ def test_a_wait_is_logged_with_whom_it_waited_for_and_the_hold_that_ended_it(log
     assert (taken["thread"], taken["what"]) == ("puppet-1", "another")
 
 
-def test_nothing_is_written_while_the_thread_holds_the_trace_lock(logged_guard: Path) -> None:
-    TRACE_LOCK.acquire("a trace")
-    try:
+@pytest.mark.parametrize("lock", ["the trace lock", "the gate", "install"])
+def test_nothing_is_written_while_the_thread_holds_a_lock_of_ours(logged_guard: Path, lock: str) -> None:
+    holds: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "the trace lock": lambda: TRACE_LOCK.hold("a trace"),
+        "the gate": lambda: gate.shut(lambda code: False),
+        "install": lambda: install._install_lock,
+    }
+    with holds[lock]():
         findings.report(a_finding())
-        assert not logged_guard.exists()
-    finally:
-        TRACE_LOCK.release()
-    assert [event["kind"] for event in lines(logged_guard)] == ["process", "finding", "lock_hold"]
+        assert not list(logged_guard.glob("*"))
+    LOG.emit("fork")  # the next event, with no lock in hand
+    assert {event["kind"] for event in lines(logged_guard)} >= {"process", "finding", "fork"}
 
 
 def test_an_event_from_within_the_writing_is_queued_and_written(
@@ -200,8 +208,11 @@ def test_a_finding_is_told_in_full_once_and_counted(log: EventLog, tmp_path: Pat
         for _ in range(50):
             findings.report(a_finding("often"))
         findings.report(a_finding("often", prevented=False))
+    log.close()
     written = [event for event in lines(tmp_path / "log") if event["kind"] == "finding"]
     assert sum("now" in event for event in written) == 2
+    assert sum(event["times"] for event in written) == 51
+    assert len(written) < 20, "one that repeats fills the file"
     (found,) = read(tmp_path / "log").findings()
     assert (found.key, found.count, found.prevented, found.now.doing) == ("fx-flag:often", 51, False, "calls f")
 
