@@ -156,9 +156,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """A section that lists findings with the tests that had them, those that happened first and in full."""
     tests: dict[tuple[str, str], list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
-    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")]
-    for report in reports:
-        if report.when != "teardown":
+    # (Among the groups is that of deselected tests, which are no reports.)
+    for report in (each for group in terminalreporter.stats.values() for each in group):
+        if not isinstance(report, pytest.TestReport) or report.when != "teardown":
             continue
         for name, value in report.user_properties:
             root, _, outcome = name.partition(".")

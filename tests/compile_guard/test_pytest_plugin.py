@@ -56,6 +56,7 @@ def test_a_test_that_asks_for_nothing_is_left_alone_and_torch_is_not_imported(pr
     )
     result = run(project, "--stress-iterations=7")
     result.assert_outcomes(passed=2)
+    run(project, "-k", "plain").assert_outcomes(passed=1, deselected=1)
     result.stdout.no_fnmatch_line("*compile_guard ==*")
 
 
