@@ -166,6 +166,19 @@ def test_a_child_that_raises_says_so_and_one_that_hangs_is_ended(nursery: Nurser
     assert run_once(HAZARD, nursery=nursery).ended == "finished", "the nursery goes on"
 
 
+def test_what_the_nursery_imports_asks_for_no_gpu_and_starts_no_thread() -> None:
+    """A process that has asked the CUDA driver for anything cannot fork children that use it."""
+    program = """
+import os, threading, torch
+def asked(*args): raise AssertionError("the import asks for a GPU")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.current_device = asked
+import torch._dynamo
+assert threading.active_count() == 1
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_a_nursery_that_died_is_said_to_have() -> None:
     with Nursery(child_environment()) as nursery:
         os.kill(nursery._process.pid, signal.SIGKILL)
