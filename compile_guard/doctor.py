@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from compile_guard import torch_seams
 from compile_guard.hazards import Hazard, catalogue
-from compile_guard.install import failed_seams, install, uninstall
+from compile_guard.install import failed_seams, install, seam_names, uninstall
 
 Cover = Literal["not needed", "prevented", "explained", "detected", "NOT COVERED"]
 
@@ -36,8 +35,7 @@ def diagnose() -> list[Diagnosis]:
 
 def _diagnose(hazard: Hazard, failed: dict[str, str]) -> Diagnosis:
     affected = hazard.affected()
-    known = {seam.name for seam in torch_seams.SEAMS} | {"fork"}
-    missing = [name for name in hazard.seams if name in failed or name not in known]
+    missing = [name for name in hazard.seams if name in failed or name not in seam_names()]
     cover: Cover
     if not affected.yes:
         cover = "not needed"

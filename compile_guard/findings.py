@@ -19,6 +19,7 @@ MODES: tuple[Mode, ...] = ("off", "record", "warn", "raise")
 
 _STACK_FRAMES = 12
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+_OWN_DIRECTORIES = (_OWN_DIRECTORY, os.path.join(_OWN_DIRECTORY, "torch_seams"))
 _THREADING_FILE = threading.__file__
 _MAX_RECORDED = 1000
 """A finding that repeats only raises the count of the first, so that this is a bound on different findings."""
@@ -121,7 +122,7 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
         if name.startswith(libraries):
             if not rows and innermost_library is None:
                 innermost_library = row
-        elif os.path.dirname(name) != _OWN_DIRECTORY and not name.startswith((_THREADING_FILE, "<frozen")):
+        elif os.path.dirname(name) not in _OWN_DIRECTORIES and not name.startswith((_THREADING_FILE, "<frozen")):
             rows.append(row)
     if innermost_library is not None:
         rows.insert(0, innermost_library)

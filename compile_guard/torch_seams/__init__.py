@@ -15,7 +15,11 @@ from collections.abc import Iterator
 from compile_guard.torch_seams import (
     checkpoint,
     compiled_calls,
+    config_patches,
     configuration,
+    cudagraphs,
+    devices,
+    inductor,
     lazy_backward,
     modules,
     reset,
@@ -59,6 +63,10 @@ SEAMS: tuple[Seam, ...] = (
     *reset.SEAMS,
     *checkpoint.SEAMS,
     *configuration.SEAMS,
+    *config_patches.SEAMS,
+    *cudagraphs.SEAMS,
+    *devices.SEAMS,
+    *inductor.SEAMS,
 )
 
 
