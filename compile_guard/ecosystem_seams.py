@@ -133,8 +133,12 @@ def _transformers_flex(patches: Patches, integration: ModuleType) -> None:
         self.training, self._is_flex_compiled = training, True
         self._compiled_flex_attention = compiled_once()
 
+    def forget() -> None:
+        wrapper._instance = None  # what it holds was made by the other of the two
+
+    forget()
+    patches.on_undo("the instance of WrappedFlexAttention", forget)
     patches.set_attribute(wrapper, "__init__", __init__)
-    patches.set_attribute(wrapper, "_instance", None)  # one made before has torch's own wrapper
 
 
 def _report_flex_switch(thread: int) -> None:

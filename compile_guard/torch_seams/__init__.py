@@ -22,7 +22,9 @@ from compile_guard.torch_seams import (
     inductor,
     lazy_backward,
     modules,
+    numeric_switches,
     reset,
+    thread_stack,
     trace_lock,
     tracers,
 )
@@ -67,6 +69,8 @@ SEAMS: tuple[Seam, ...] = (
     *cudagraphs.SEAMS,
     *devices.SEAMS,
     *inductor.SEAMS,
+    *numeric_switches.SEAMS,
+    *thread_stack.SEAMS,
 )
 
 
