@@ -123,7 +123,7 @@ def _transformers_flex(patches: Patches, integration: ModuleType) -> None:
                     compiled.append(compile(integration.flex_attention))
         return compiled[0]
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __init__(self: Any, training: bool) -> None:
         me = threading.get_ident()
         last_thread, last_training = self.__dict__.get("_compile_guard_last", (me, training))
@@ -207,7 +207,9 @@ ECOSYSTEM_SEAMS: tuple[EcosystemSeam, ...] = (
     EcosystemSeam(
         "transformers_models", "one model is built at a time", "transformers.modeling_utils", _transformers_models
     ),
-    EcosystemSeam("accelerate_init", "`init_empty_weights` acts for its own thread", "accelerate.big_modeling", _accelerate_init),
+    EcosystemSeam(
+        "accelerate_init", "`init_empty_weights` acts for its own thread", "accelerate.big_modeling", _accelerate_init
+    ),
     EcosystemSeam(
         "transformers_flex",
         "the compiled flex_attention of transformers is made once, with a cache for each device",

@@ -79,10 +79,10 @@ def _put_in(name: str, seam: Callable[[], None]) -> None:
         logger.warning("seam %s does not fit (%s); the hazard it prevents is not covered", name, error)
 
 
-def seam_names() -> frozenset[str]:
+def seam_names() -> set[str]:
     """Every seam by name, whether the installed torch needs it or not. `fork` is no seam: handlers of `os.register_at_fork`."""
-    seams = (*torch_seams.SEAMS, *ecosystem_seams.ECOSYSTEM_SEAMS)
-    return frozenset(seam.name for seam in seams) | {"fork"}
+    others = {seam.name for seam in ecosystem_seams.ECOSYSTEM_SEAMS} | {"fork"}
+    return others.union(seam.name for seam in torch_seams.SEAMS)
 
 
 def uninstall() -> None:

@@ -29,13 +29,13 @@ NOT_SHOWN: tuple[NotShown, ...] = (
         "E1",
         "A compiled call of one thread begins a new generation of CUDA graphs for another (`GenerationTracker`)",
         "Entry E1 shows the step mark. The generation that graph trees compare is one counter too, which each compiled call of "
-        "any thread raises. A per-thread count would cost every warm call; mark the steps (`cudagraph_mark_step_begin`), which "
-        "under the guard are the thread's own, and the counter is not asked.",
+        "any thread raises. A per-thread count would cost every warm call; mark the steps (`cudagraph_mark_step_begin`), "
+        "which under the guard are the thread's own: the counter is then not asked.",
     ),
     NotShown(
         "E5",
         "A compile slows every other thread, and a kernel launch that holds the GIL waits for a collective",
-        "Not a fault that a trigger can tell from a slow machine; the waits for the compile lock are in the guard's statistics. "
+        "Not a fault that a trigger can tell from a slow machine; the guard's statistics have the waits for the compile lock. "
         "The collective's deadlock (pytorch#109074) needs two GPUs and NCCL, and was not tried.",
     ),
     NotShown(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import threading
 from collections.abc import Callable
@@ -14,9 +15,8 @@ from compile_guard.hazards._threads import run_threads, wait
 def affected() -> Affected:
     if importlib.util.find_spec("triton") is None:
         return Affected(True, "this torch came without Triton, whose Autotuner keeps the arguments in itself", runnable=False)
-    from triton.runtime.autotuner import Autotuner
-
-    if "nargs" in Autotuner.run.__code__.co_names:
+    tuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
+    if "nargs" in tuner.run.__code__.co_names:
         return Affected(True, "Triton's `Autotuner.run` keeps the arguments of the call in `self.nargs`")
     return Affected(False, "Triton's `Autotuner.run` keeps no arguments in the kernel object")
 
@@ -35,8 +35,8 @@ class Kernel:
 def tune_beside_a_launch(*, at_once: bool) -> str | None:
     """One thread's launch must tune; while it measures, the other's launch, of a size tuned before, begins and ends."""
     import torch
-    from triton import Config
-    from triton.runtime.autotuner import Autotuner
+
+    triton: Any = importlib.import_module("triton.runtime.autotuner")
 
     measuring, launched = threading.Event(), threading.Event()
     num_measured = 0
@@ -51,10 +51,10 @@ def tune_beside_a_launch(*, at_once: bool) -> str | None:
         kernel()
         return [float(num_measured)] * 3
 
-    tuned = Autotuner(
+    tuned = triton.Autotuner(
         Kernel(),
         ["out", "x", "n"],
-        [Config({"BLOCK": block}) for block in (16, 32)],
+        [triton.Config({"BLOCK": block}) for block in (16, 32)],
         ["n"],
         reset_to_zero=["out"],
         restore_value=None,
@@ -85,8 +85,9 @@ def tune_beside_a_launch(*, at_once: bool) -> str | None:
         return None if torch.equal(out, torch.arange(32.0) + 1) else "wrong values"
 
     if not at_once:
-        return run_threads(tuner=tune)["tuner"] or run_threads(caller=launch_tuned)["caller"]
-    said = run_threads(tuner=tune, caller=launch_tuned)
+        said = run_threads(tuner=tune) | run_threads(caller=launch_tuned)
+    else:
+        said = run_threads(tuner=tune, caller=launch_tuned)
     failed = {name: error for name, error in said.items() if error}
     if not failed:
         return None

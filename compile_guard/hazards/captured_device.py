@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from compile_guard.hazards._hazard import Affected, Hazard
 from compile_guard.hazards._threads import run_threads
 
@@ -23,7 +25,7 @@ def call_on_each(devices: tuple[str, str], *, captured_for_each: bool) -> str | 
     """One thread for each device calls a scoring function whose bias was made on the first device, or on each."""
     import torch
 
-    def make_scorer(device: str) -> torch.nn.Module:
+    def make_scorer(device: str) -> Any:
         bias = torch.ones(4, 4, device=device)
 
         def score_mod(score: torch.Tensor) -> torch.Tensor:
@@ -40,16 +42,16 @@ def call_on_each(devices: tuple[str, str], *, captured_for_each: bool) -> str | 
         scorer = torch.compile(make_scorer(device), backend="eager") if captured_for_each else shared
         query = torch.ones(4, 4, device=device)
 
-        def work(scorer: torch.nn.Module = scorer, query: torch.Tensor = query) -> str | None:
+        def work(scorer: Any = scorer, query: torch.Tensor = query) -> str | None:
             try:
                 scorer(query)
-            except RuntimeError as error:
-                return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            except RuntimeError as raised:
+                return f"{type(raised).__name__}: {str(raised).splitlines()[0]}"
             return None
 
-        error: str | None = run_threads(worker=work)["worker"]
-        if error is not None:
-            return f"a thread on {device} called a function that captured a tensor on {devices[0]}: {error}"
+        failed: str | None = run_threads(worker=work)["worker"]
+        if failed is not None:
+            return f"a thread on {device} called a function that captured a tensor on {devices[0]}: {failed}"
     return None
 
 

@@ -91,7 +91,7 @@ def lost_in_a_hook() -> str | None:
             norm(gradient[:size])
 
     with torch._dynamo.config.patch(recompile_limit=LIMIT):
-        x = torch.ones(16, device="cuda", requires_grad=True)
+        x: Any = torch.ones(16, device="cuda", requires_grad=True)
         x.register_hook(hook)
         x.sin().sum().backward()
     num_eager = 12 - len(ran)

@@ -20,8 +20,8 @@ def affected() -> Affected:
 def in_backward(during: Any, devices: tuple[str, ...], *, nested: bool) -> str | None:
     """Compile a function for each device, and run one backward over all; `during` runs inside each compiled backward."""
     import torch
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
 
     def forward(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         return make_boxed_func(graph.forward)

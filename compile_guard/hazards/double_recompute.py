@@ -80,5 +80,5 @@ HAZARD = Hazard(
     mirror=mirror,
     seams=("recompute_once",),
     finding="double-recompute",
-    fix="Install the guard, whose second thread waits for the first one's recompute; or end the block where the device changes.",
+    fix="Install the guard: the second thread waits for the first one's recompute. Or end the block where the device changes.",
 )

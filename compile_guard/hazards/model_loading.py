@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import tempfile
 import threading
@@ -20,13 +21,14 @@ def affected() -> Affected:
 def make_model(built: Any) -> Any:
     """A small model of transformers whose construction calls `built(config)` before it makes its layers."""
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
 
-    class TinyConfig(PretrainedConfig):  # type: ignore[misc]
+    transformers: Any = importlib.import_module("transformers")
+
+    class TinyConfig(transformers.PretrainedConfig):  # type: ignore[misc]
         model_type = "compile_guard_tiny"
         tie_word_embeddings = False
 
-    class Tiny(PreTrainedModel):  # type: ignore[misc]
+    class Tiny(transformers.PreTrainedModel):  # type: ignore[misc]
         config_class = TinyConfig
         config: Any
 
@@ -45,7 +47,8 @@ def make_model(built: Any) -> Any:
 def built_beside_another(*, at_once: bool) -> str | None:
     """Two threads build a model from a configuration, each in a dtype of its own; the first to begin ends first."""
     import torch
-    from transformers import AutoModel
+
+    auto_model: Any = importlib.import_module("transformers").AutoModel
 
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
 
@@ -60,7 +63,7 @@ def built_beside_another(*, at_once: bool) -> str | None:
             wait(first_out)
 
     config_class, model_class = make_model(built)
-    AutoModel.register(config_class, model_class)
+    auto_model.register(config_class, model_class)
     before = torch.get_default_dtype()
     dtypes = {"first": torch.bfloat16, "second": torch.float16}
 
@@ -68,7 +71,7 @@ def built_beside_another(*, at_once: bool) -> str | None:
         if name == "second" and at_once:
             wait(first_in)
         try:
-            model = AutoModel.from_config(config_class(name=name), dtype=dtypes[name])
+            model = auto_model.from_config(config_class(name=name), dtype=dtypes[name])
         finally:
             if name == "first":
                 first_out.set()
@@ -92,8 +95,7 @@ def built_beside_another(*, at_once: bool) -> str | None:
 
 def loaded_beside_another() -> str | None:
     """Two threads load a model with `from_pretrained`; the first to begin ends first."""
-    from transformers import PreTrainedModel
-
+    pretrained: Any = importlib.import_module("transformers").PreTrainedModel
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
     loading = threading.local()
 
@@ -107,7 +109,7 @@ def loaded_beside_another() -> str | None:
             wait(first_out)
 
     config_class, model_class = make_model(built)
-    tie_weights = PreTrainedModel.tie_weights
+    tie_weights = pretrained.tie_weights
     with tempfile.TemporaryDirectory() as folder:
         model_class(config_class()).save_pretrained(folder)
 
@@ -122,9 +124,9 @@ def loaded_beside_another() -> str | None:
                     first_out.set()
 
         run_threads(first=lambda: load("first"), second=lambda: load("second"))
-    if PreTrainedModel.tie_weights is tie_weights:
+    if pretrained.tie_weights is tie_weights:
         return None
-    PreTrainedModel.tie_weights = tie_weights
+    pretrained.tie_weights = tie_weights
     return "with both loaded, PreTrainedModel.tie_weights does nothing for good: tied heads of later models stay empty"
 
 

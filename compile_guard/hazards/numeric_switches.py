@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from compile_guard.hazards._hazard import Affected, Hazard
 from compile_guard.hazards._threads import run_threads, wait
@@ -14,9 +15,10 @@ def affected() -> Affected:
 
 def overlapping_blocks() -> str | None:
     """Two threads choose a backend of attention, each in a block; the first to begin is the first to end."""
-    from torch.backends import cuda
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    cuda: Any = torch.backends.cuda
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
     before = cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()
 
@@ -59,7 +61,7 @@ def set_for_all() -> str | None:
         found = torch.get_float32_matmul_precision()
     finally:
         torch.set_float32_matmul_precision(before)
-    return None if found == "high" else f"float32_matmul_precision set to high is {found}, since another thread set it for itself"
+    return None if found == "high" else f"float32_matmul_precision set to high is {found}: another thread set it for itself"
 
 
 def trigger() -> str | None:
@@ -68,9 +70,9 @@ def trigger() -> str | None:
 
 def mirror() -> None:
     import torch
-    from torch.backends import cuda
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    cuda: Any = torch.backends.cuda
     torch.set_float32_matmul_precision("high")  # once, before the threads start
 
     def attend() -> bool:

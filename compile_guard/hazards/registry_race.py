@@ -66,7 +66,7 @@ def look_up(device: str, *, at_once: bool) -> str | None:
         sys.meta_path.remove(pause)
     if found["first"] == found["second"]:
         return None
-    return f"the code generator for {device} was {found['first']} in the thread that fills the table, {found['second']} beside it"
+    return f"the code generator for {device} was {found['first']} where the table is filled, {found['second']} beside it"
 
 
 def trigger() -> str | None:

@@ -144,7 +144,7 @@ def _report_reentry() -> None:
 
 def context_is_entered_as_it_is() -> bool:
     """Whether compiled backwards enter the caller's own context (2.12, 2.13), not a copy of it."""
-    import torch._dynamo  # before parts of `_functorch`, which import each other in a circle
+    import torch._dynamo  # noqa: F401 - before parts of `_functorch`, which import each other in a circle
     from torch._functorch._aot_autograd import runtime_wrappers
 
     # Torch writes the backward's wrapper as text when it compiles: only the text of its own source tells.

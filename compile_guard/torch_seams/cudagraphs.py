@@ -88,7 +88,7 @@ def _cudagraph_mark_step(patches: Patches) -> None:
 
 
 def trees_are_of_the_importing_thread() -> bool:
-    """Whether graph trees exist only in the thread that imported them, and in the autograd threads it launches (before 2.13)."""
+    """Whether graph trees exist only in the thread that imported them and the autograd threads it launches (before 2.13)."""
     from torch._inductor import cudagraph_trees
 
     return not hasattr(cudagraph_trees, "_initialize_tls")

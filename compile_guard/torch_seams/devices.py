@@ -25,7 +25,7 @@ def capture_device() -> Callable[[], None] | None:
 
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     # Only where CUDA is in use: to ask for the current device would initialise it.
-    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
     if context is None and not current:
         return None
 

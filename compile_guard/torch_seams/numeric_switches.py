@@ -70,8 +70,8 @@ def _numeric_switches(patches: Patches) -> None:
     watched(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision)
     watched(torch.use_deterministic_algorithms, torch.get_deterministic_debug_mode)
 
-    set_property = backends.ContextProp.__set__
-    set_cublas = backends.cuda.cuBLASModule.__setattr__
+    set_property: Any = backends.ContextProp.__set__
+    set_cublas: Any = backends.cuda.cuBLASModule.__setattr__
 
     def set_property_watched(self: Any, module: Any, value: Any) -> None:
         name = f"torch.backends: {getattr(self.setter, '__name__', 'a switch').removeprefix('_set_')}"

@@ -14,7 +14,7 @@ addresses, not memory, until they are used."""
 
 
 def _thread_stack(patches: Patches) -> None:
-    """A thread that the program gives a small stack (`threading.stack_size`) gets `ENOUGH`; Dynamo and autograd recurse in C."""
+    """A thread for which the program set a small stack gets `ENOUGH`; Dynamo and autograd recurse in C."""
     start = threading.Thread.start
     changing = threading.Lock()
 
