@@ -76,7 +76,7 @@ def _put_in(name: str, seam: Callable[[], None]) -> None:
     except (AttributeError, ImportError, ValueError) as error:
         # A newer library without the name: the other seams still protect, and doctor shows what is missing.
         _failed[name] = f"{type(error).__name__}: {error}"
-        logger.warning("seam %s does not fit (%s); the hazard it prevents is not covered", name, error)
+        logger.warning("seam %s does not fit what is installed (%s); the hazard it prevents is not covered", name, error)
 
 
 def seam_names() -> set[str]:

@@ -41,7 +41,7 @@ NOT_SHOWN: tuple[NotShown, ...] = (
     NotShown(
         "E6",
         "Two threads register Inductor's backends (`init_backend_registration`) or devices (`init_device_reg`) at once",
-        "Read in all four: each device is asked for by itself and registered twice with the same value; two at once end as one.",
+        "Read in all four: each device is asked for by itself and registered twice with one value; two at once end as one.",
     ),
     NotShown(
         "E7",

@@ -19,17 +19,18 @@ def _thread_stack(patches: Patches) -> None:
     changing = threading.Lock()
 
     def start_with_room(self: threading.Thread) -> None:
-        size = threading.stack_size()
-        if not 0 < size < ENOUGH:
-            start(self)
-            return
-        _report_small_stack(self.name, size)
         with changing:
-            size = threading.stack_size(ENOUGH)
+            size = threading.stack_size(ENOUGH)  # to ask without setting is not possible: no argument means 0
             try:
-                start(self)
+                is_small = 0 < size < ENOUGH
+                if is_small:
+                    start(self)
             finally:
                 threading.stack_size(size)
+        if is_small:
+            _report_small_stack(self.name, size)
+        else:
+            start(self)
 
     patches.set_attribute(threading.Thread, "start", start_with_room)
 

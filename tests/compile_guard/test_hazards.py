@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import compile_guard
 from compile_guard.hazards import Hazard, catalogue
 from compile_guard.hazards._runner import CANNOT_RUN, OCCURRED, SAFE, Iteration, run_once
 from compile_guard.install import seam_names
@@ -103,6 +104,8 @@ def test_standalone_is_a_program_that_knows_nothing_of_the_guard(name: str) -> N
 def test_feature_tests_leave_the_process_as_it_was(clean: None) -> None:
     from tests.compile_guard.test_install import changes, snapshot
 
+    compile_guard.install()  # parts of torch register themselves with others as they are imported, once
+    compile_guard.uninstall()
     before = snapshot()
     for hazard in ENTRIES.values():
         assert isinstance(hazard.affected().yes, bool)
