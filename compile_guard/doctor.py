@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compile_guard import torch_seams
 from compile_guard.hazards import Hazard, catalogue
 from compile_guard.hazards._runner import Iteration, Verdict, run_pairs, show_progress
-from compile_guard.install import failed_seams, install, uninstall
+from compile_guard.install import failed_seams, install, seam_names, uninstall
 
 SWITCHES = {
     "COMPILE_GUARD=off": "the guard: `install()` does nothing",
@@ -93,11 +92,10 @@ def _from_feature_tests(hazards: Sequence[Hazard]) -> list[Diagnosis]:
     install(mode="record")
     failed = failed_seams()
     uninstall()
-    known = {seam.name for seam in torch_seams.SEAMS} | {"fork"}
     diagnoses = []
     for hazard in hazards:
         affected = hazard.affected()
-        missing = [name for name in hazard.seams if name in failed or name not in known]
+        missing = [name for name in hazard.seams if name in failed or name not in seam_names()]
         because = affected.because + (f"; seams that do not fit: {', '.join(missing)}" if missing else "")
         verdict: Verdict = "prevented" if hazard.outcome == "prevented" else "detected"
         if not (affected.yes and affected.runnable):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 
-from compile_guard import events, fork, torch_seams
+from compile_guard import ecosystem_seams, events, fork, torch_seams
 from compile_guard.entry import gate
 from compile_guard.findings import (
     GuardError,
@@ -59,11 +61,12 @@ def install(mode: Mode | None = None) -> None:
         patches = Patches()
         _failed.clear()
         lock_seam, *others = torch_seams.iterate_needed()
-        _put_in(lock_seam, patches)
+        _put_in(lock_seam.name, functools.partial(lock_seam.put_in, patches))
         # A trace in progress ends first: its thread is not known as the owner of what it has written.
         with TRACE_LOCK.hold("compile_guard.install"):
             for seam in others:
-                _put_in(seam, patches)
+                _put_in(seam.name, functools.partial(seam.put_in, patches))
+            ecosystem_seams.watch(patches, _put_in)
         fork.register()
         fork.active = True
         _patches = patches
@@ -77,13 +80,19 @@ def _has_a_lock() -> bool:
     return TRACE_LOCK.owned() or gate.is_closed_by_me() or _install_lock._is_owned()  # type: ignore[attr-defined]
 
 
-def _put_in(seam: torch_seams.Seam, patches: Patches) -> None:
+def _put_in(name: str, seam: Callable[[], None]) -> None:
     try:
-        seam.put_in(patches)
+        seam()
     except (AttributeError, ImportError, ValueError) as error:
-        # A newer torch without the name: the other seams still protect, and doctor shows what is missing.
-        _failed[seam.name] = f"{type(error).__name__}: {error}"
-        logger.warning("seam %s does not fit this torch (%s); the hazard it prevents is not covered", seam.name, error)
+        # A newer library without the name: the other seams still protect, and doctor shows what is missing.
+        _failed[name] = f"{type(error).__name__}: {error}"
+        logger.warning("seam %s does not fit what is installed (%s); the hazard it prevents is not covered", name, error)
+
+
+def seam_names() -> set[str]:
+    """Every seam by name, whether the installed torch needs it or not. `fork` is no seam: handlers of `os.register_at_fork`."""
+    others = {seam.name for seam in ecosystem_seams.ECOSYSTEM_SEAMS} | {"fork"}
+    return others.union(seam.name for seam in torch_seams.SEAMS)
 
 
 def uninstall() -> None:

@@ -49,6 +49,9 @@ class CompileSeam(Protocol):
     def settings(self, code: CodeType) -> AbstractContextManager[Any]:
         """Puts in force what is asked for this compile alone: the code object's own recompile limit, and `dynamic=`."""
 
+    def explain(self, frame: DynamoFrame, error: RuntimeError) -> None:
+        """Reports what is known of why a compile failed."""
+
     def is_in_callback(self, frame: FrameType | None) -> bool:
         """Whether the thread with this innermost frame is inside Dynamo's callback."""
 
@@ -95,6 +98,9 @@ class SingleFlight:
                 try:
                     with self._seam.settings(frame.f_code):
                         result = original(converter, frame, *args, **kwargs)
+                except RuntimeError as error:
+                    self._seam.explain(frame, error)
+                    raise
                 finally:
                     _converting.now = False
                 code = self._seam.compiled_code(result)

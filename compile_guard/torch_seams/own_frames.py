@@ -48,6 +48,7 @@ _MODULES_INSIDE_CALLS = [
     ["compile_guard", name]
     for name in (
         "activation_checkpoint",
+        "ecosystem_seams",
         "entry",
         "events",
         "findings",
