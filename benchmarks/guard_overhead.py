@@ -1,6 +1,6 @@
 """What the guard costs: a warm call, warm calls from several threads, and the cold start of one function in N threads.
 
-    python -m benchmarks.guard_overhead [--rounds 101] [--json FILE]
+    python -m benchmarks.guard_overhead [--rounds 101] [--trace DIR] [--json FILE]
 
 Bare and guarded are interleaved within one process, round by round, because machines drift: the ratio and the difference
 are those of a round, and their medians are reported. A guarded round installs the guard and uses a wrapper made under it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -63,8 +64,11 @@ def seconds_per_call(call: Callable[[torch.Tensor], torch.Tensor], num_threads: 
     return spent / (per_thread * num_threads)
 
 
-def warm(rounds: int) -> dict[str, Any]:
-    """Microseconds of a warm call: bare, plain `torch.compile` under `install()`, and `compile_guard.compile`."""
+def warm(rounds: int, trace: str | None) -> dict[str, Any]:
+    """Microseconds of a warm call: bare, plain `torch.compile` under `install()`, and `compile_guard.compile`.
+
+    Both guarded ones in mode `record`, with events logged into the folder `trace` where one is given.
+    """
     # The backend runs the graph itself: what is compiled is not the subject, but the way there.
     bare = torch.compile(tiny, dynamic=False, backend="eager")
     compile_guard.install(mode="record")
@@ -74,6 +78,8 @@ def warm(rounds: int) -> dict[str, Any]:
     for call in (bare, raw, ours):
         call(torch.ones(1))
     compile_guard.uninstall()
+    if trace is not None:
+        os.environ["COMPILE_GUARD_TRACE"] = trace  # each `install()` opens the log, each `uninstall()` closes it
     rows: dict[str, Any] = {}
     for num_threads in WARM_THREADS:
         samples: dict[str, list[float]] = {"bare": [], "install": [], "compile": []}
@@ -162,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=101, help="rounds of warm calls")
     parser.add_argument("--cold-rounds", type=int, default=3, help="fresh processes for each cold start; 0 leaves them out")
+    parser.add_argument("--trace", metavar="DIR", help="have the guard log events into this folder meanwhile")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     result: dict[str, Any] = {
@@ -169,7 +176,8 @@ def main() -> None:
         "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(),
         "calls": CALLS,
-        "warm": warm(options.rounds),
+        "event_log": options.trace is not None,
+        "warm": warm(options.rounds, options.trace),
         "cold": cold(options.cold_rounds) if options.cold_rounds else {},
     }
     print(f"torch {result['torch']}, Python {result['python']}, medians of {options.rounds} rounds of {CALLS} calls")

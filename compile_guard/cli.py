@@ -17,16 +17,17 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from compile_guard import __version__
+from compile_guard import __version__, events
 from compile_guard.findings import MODES, FindingError, findings, mode_from_environment
 from compile_guard.install import install
 from compile_guard.report import text
+from compile_guard.report.environment import environment
 from compile_guard.tracing import TRACE_LOCK
 
 CLEAN, FINDINGS, CANNOT_RUN = 0, 1, 2
 
 
-def run(script: str, arguments: list[str], *, mode: str, report: Path | None) -> int:
+def run(script: str, arguments: list[str], *, mode: str, report: Path | None, trace: Path | None) -> int:
     """Run an unmodified program under the guard and report at its end; returns the status to exit with."""
     path = Path(script)
     if not path.is_file():
@@ -41,6 +42,11 @@ def run(script: str, arguments: list[str], *, mode: str, report: Path | None) ->
     if report is not None and report.is_dir():
         print(f"compile-guard: --report {report} is a folder; name a file in it", file=sys.stderr)
         return CANNOT_RUN
+    if trace is not None and next(trace.glob("*.ndjson"), None) is not None:
+        print(f"compile-guard: --trace {trace} holds the log of an earlier run; name another folder", file=sys.stderr)
+        return CANNOT_RUN
+    if trace is not None:
+        os.environ[events.VARIABLE] = str(trace.absolute())  # the program may change its folder, or start others
     # In the environment, so that an `install(mode=…)` of the program's own does not change what was asked for here.
     os.environ["COMPILE_GUARD"] = mode
     install()
@@ -97,16 +103,37 @@ def _print_without_our_frames(error: BaseException, script: str) -> None:
     traceback.print_exception(type(error), error, trace or error.__traceback__)
 
 
-def doctor(*, as_json: bool) -> int:
-    """Say which hazards this torch has and which the guard covers; 1 where one is not covered."""
+def report(folder: Path, out: Path, *, overwrite: bool, profile: Path | None) -> int:
+    """Write the report of a run from its event logs; 1 where a finding happened."""
+    from compile_guard.report import event_log
+    from compile_guard.report import folder as report_folder
+
+    try:
+        report_folder.check(out, overwrite=overwrite)
+        logged = event_log.read(folder)
+        report_folder.write(logged, out, profile)
+    except (ValueError, OSError) as error:
+        print(f"compile-guard: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    print(text.of_run(logged), end="")
+    print(f"written: {out / 'index.html'}, report.txt, events, timeline.trace.json (for ui.perfetto.dev)", file=sys.stderr)
+    return FINDINGS if any(not finding.prevented for finding in logged.findings()) else CLEAN
+
+
+def doctor(*, as_json: bool, only: Sequence[str], quick: bool) -> int:
+    """Run the hazards without and with the guard and say what came of it; 1 where one is open."""
     from compile_guard import doctor as clinic
 
-    diagnoses = clinic.diagnose()
+    try:
+        diagnoses = clinic.diagnose(clinic.chosen(only), quick=quick)
+    except (ValueError, OSError) as error:
+        print(f"compile-guard: {error}", file=sys.stderr)
+        return CANNOT_RUN
     if as_json:
-        print(json.dumps({"environment": text.environment(), "hazards": clinic.as_dicts(diagnoses)}, indent=1))
+        print(json.dumps(clinic.as_dict(diagnoses, environment()), indent=1))
     else:
-        print(clinic.as_text(diagnoses, text.environment()), end="")
-    return FINDINGS if any(diagnosis.cover == "NOT COVERED" for diagnosis in diagnoses) else CLEAN
+        clinic.show(diagnoses, environment())
+    return FINDINGS if any(diagnosis.verdict == "open" for diagnosis in diagnoses) else CLEAN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,11 +146,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = verbs.add_parser("run", help="run an unmodified program under the guard, and report at its end")
     verb.add_argument("--mode", choices=MODES, help="what becomes of findings (what COMPILE_GUARD says, else warn)")
     verb.add_argument("--report", type=Path, metavar="FILE", help="write the report here too; as JSON where FILE ends in .json")
+    verb.add_argument("--trace", type=Path, metavar="DIR", help="log events into this folder, for `compile-guard report`")
     verb.add_argument("script", help="the program")
-    verb.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    verb = verbs.add_parser("doctor", help="which hazards does this torch have, and does the guard cover each")
+    verb.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments: all that follows the program")
+    verb = verbs.add_parser("report", help="text, HTML and a timeline of a run that logged its events")
+    verb.add_argument("run", type=Path, metavar="RUN", help="the folder that --trace or COMPILE_GUARD_TRACE named")
+    verb.add_argument("-o", dest="out", type=Path, metavar="DIR", default=Path("cg_out"), help="folder to write (cg_out)")
+    verb.add_argument("--overwrite", action="store_true", help="replace the report that is in DIR")
+    verb.add_argument("--merge", type=Path, metavar="FILE", help="put the timeline into this trace of torch.profiler")
+    verb = verbs.add_parser("doctor", help="which hazards has this torch, and what does the guard do about each")
     verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.add_argument("--only", action="append", default=[], metavar="ID", help="this hazard, by id or name; may be repeated")
+    verb.add_argument("--quick", action="store_true", help="ask the feature tests only, run nothing")
     options = parser.parse_args(arguments)
+    if options.verb == "report":  # needs no torch
+        return report(options.run, options.out, overwrite=options.overwrite, profile=options.merge)
     try:
         import torch  # noqa: F401
     except ImportError as error:
@@ -135,5 +172,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print(f"compile-guard: {error}", file=sys.stderr)
             return CANNOT_RUN
-        return run(options.script, options.arguments, mode=mode, report=options.report)
-    return doctor(as_json=options.json)
+        return run(options.script, options.arguments, mode=mode, report=options.report, trace=options.trace)
+    return doctor(as_json=options.json, only=options.only, quick=options.quick)

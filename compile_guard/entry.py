@@ -179,6 +179,10 @@ class Gate:
         finally:
             self._parked.discard(me)
 
+    def is_closed_by_me(self) -> bool:
+        """Whether the calling thread is the one that closed it."""
+        return self._closer == threading.get_ident()
+
     def is_closed_for_me(self) -> bool:
         """Whether the calling thread has to wait before a compiled call."""
         # The closer will want the trace lock: who holds it goes on, and ends its call before it gives the lock back.

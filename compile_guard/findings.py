@@ -18,7 +18,10 @@ Mode = Literal["off", "record", "warn", "raise"]
 MODES: tuple[Mode, ...] = ("off", "record", "warn", "raise")
 
 _STACK_FRAMES = 12
-_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+_OWN_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_OWN_HAZARDS = os.path.join(_OWN_DIRECTORY, "hazards", "")
+"""Its triggers are programs: what they do is what a finding shows."""
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _THREADING_FILE = threading.__file__
 _MAX_RECORDED = 1000
 """A finding that repeats only raises the count of the first, so that this is a bound on different findings."""
@@ -118,10 +121,10 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
             break
         name = code.co_filename
         row = f"{name}:{line} in {code.co_name}"
-        if name.startswith(libraries):
+        if name.startswith((libraries, _STANDARD_LIBRARY)) and not name.startswith((_THREADING_FILE, _OWN_DIRECTORY)):
             if not rows and innermost_library is None:
                 innermost_library = row
-        elif os.path.dirname(name) != _OWN_DIRECTORY and not name.startswith((_THREADING_FILE, "<frozen")):
+        elif name.startswith(_OWN_HAZARDS) or not name.startswith((_OWN_DIRECTORY, _THREADING_FILE, "<frozen")):
             rows.append(row)
     if innermost_library is not None:
         rows.insert(0, innermost_library)
@@ -145,12 +148,28 @@ def other_thread(ident: int | None, doing: str, for_s: float | None = None) -> A
     """Another thread, by its `threading.get_ident()`, as an actor with the stack it has at this moment."""
     if ident is None:
         return None
-    names = {thread.ident: thread for thread in threading.enumerate()}
-    thread = names.get(ident)
     # Autograd's device threads are known to Python only while they run Python code, and have no Thread object.
-    name = thread.name if thread is not None else f"ident {ident}"
-    native = (thread.native_id or 0) if thread is not None else 0
-    return Actor(name, native, doing, stack_of(sys._current_frames().get(ident)), for_s)
+    native = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
+    return Actor(thread_name(ident), native, doing, stack_of(sys._current_frames().get(ident)), for_s)
+
+
+def thread_name(ident: int) -> str:
+    """A thread's name by its `threading.get_ident()`; autograd's device threads and those that are over have none."""
+    return next((thread.name for thread in threading.enumerate() if thread.ident == ident), f"ident {ident}")
+
+
+def is_inside_torch(ident: int) -> bool:
+    """Whether a thread, by its `threading.get_ident()`, runs code of torch at this moment, or waits in it for the system."""
+    folder = os.path.join(os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or os.sep), "")
+    frame = sys._current_frames().get(ident)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(folder):
+            return True
+        if not name.startswith((_STANDARD_LIBRARY, "<frozen")) or "site-packages" in name:
+            return False
+        frame = frame.f_back
+    return False
 
 
 class Findings:

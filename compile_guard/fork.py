@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from compile_guard import entry, waits
+from compile_guard.events import LOG
 from compile_guard.findings import Finding, findings, other_thread, this_thread
 from compile_guard.tracing import TRACE_LOCK
 
@@ -61,12 +62,15 @@ def _before() -> None:
 def _after_in_parent() -> None:
     if _held.pop(threading.get_ident(), False):
         TRACE_LOCK.release()
+    if active:
+        LOG.emit("fork")
 
 
 def _after_in_child() -> None:
     if threading.get_ident() in _held:
         _held.clear()
         TRACE_LOCK.after_fork_in_child()
+        LOG.after_fork_in_child()
         waits.after_fork_in_child()
         findings.after_fork_in_child()
         entry.after_fork_in_child()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import sys
 import threading
+from collections.abc import Callable
 
-from compile_guard import fork, torch_seams
+from compile_guard import ecosystem_seams, events, fork, torch_seams
+from compile_guard.entry import gate
 from compile_guard.findings import (
     GuardError,
     Mode,
@@ -57,23 +61,38 @@ def install(mode: Mode | None = None) -> None:
         patches = Patches()
         _failed.clear()
         lock_seam, *others = torch_seams.iterate_needed()
-        _put_in(lock_seam, patches)
+        _put_in(lock_seam.name, functools.partial(lock_seam.put_in, patches))
         # A trace in progress ends first: its thread is not known as the owner of what it has written.
         with TRACE_LOCK.hold("compile_guard.install"):
             for seam in others:
-                _put_in(seam, patches)
+                _put_in(seam.name, functools.partial(seam.put_in, patches))
+            ecosystem_seams.watch(patches, _put_in)
         fork.register()
         fork.active = True
         _patches = patches
+        folder = os.environ.get(events.VARIABLE)
+        if folder:
+            events.LOG.open(folder, _has_a_lock)
 
 
-def _put_in(seam: torch_seams.Seam, patches: Patches) -> None:
+def _has_a_lock() -> bool:
+    """Whether the calling thread holds a lock of ours that others may want: it must not write files meanwhile."""
+    return TRACE_LOCK.owned() or gate.is_closed_by_me() or _install_lock._is_owned()  # type: ignore[attr-defined]
+
+
+def _put_in(name: str, seam: Callable[[], None]) -> None:
     try:
-        seam.put_in(patches)
+        seam()
     except (AttributeError, ImportError, ValueError) as error:
-        # A newer torch without the name: the other seams still protect, and doctor shows what is missing.
-        _failed[seam.name] = f"{type(error).__name__}: {error}"
-        logger.warning("seam %s does not fit this torch (%s); the hazard it prevents is not covered", seam.name, error)
+        # A newer library without the name: the other seams still protect, and doctor shows what is missing.
+        _failed[name] = f"{type(error).__name__}: {error}"
+        logger.warning("seam %s does not fit what is installed (%s); the hazard it prevents is not covered", name, error)
+
+
+def seam_names() -> set[str]:
+    """Every seam by name, whether the installed torch needs it or not. `fork` is no seam: handlers of `os.register_at_fork`."""
+    others = {seam.name for seam in ecosystem_seams.ECOSYSTEM_SEAMS} | {"fork"}
+    return others.union(seam.name for seam in torch_seams.SEAMS)
 
 
 def uninstall() -> None:
@@ -91,6 +110,7 @@ def uninstall() -> None:
             _patches = None
         for name in left:
             logger.warning("%s was patched again by somebody else after install(); it is left as it is", name)
+    events.LOG.close()
 
 
 def is_installed() -> bool:

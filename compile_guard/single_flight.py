@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from compile_guard import waits
 from compile_guard.by_identity import ByIdentity
 from compile_guard.entry import RetryCompiledCall, may_retry
+from compile_guard.events import span
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.tracing import TRACE_LOCK
 
@@ -47,6 +48,9 @@ class CompileSeam(Protocol):
 
     def settings(self, code: CodeType) -> AbstractContextManager[Any]:
         """Puts in force what is asked for this compile alone: the code object's own recompile limit, and `dynamic=`."""
+
+    def explain(self, frame: DynamoFrame, error: RuntimeError) -> None:
+        """Reports what is known of why a compile failed."""
 
     def is_in_callback(self, frame: FrameType | None) -> bool:
         """Whether the thread with this innermost frame is inside Dynamo's callback."""
@@ -87,18 +91,25 @@ class SingleFlight:
             backend = self._seam.backend(converter)
             self._look_again(frame, backend)
             TRACE_LOCK.describe(f"torch.compile of {frame.f_code.co_name}")
-            self._on_compile(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_code.co_firstlineno})")
-            _converting.now = True
-            try:
-                with self._seam.settings(frame.f_code):
-                    result = original(converter, frame, *args, **kwargs)
-            finally:
-                _converting.now = False
-            code = self._seam.compiled_code(result)
+            where = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"
+            self._on_compile(f"{frame.f_code.co_name} ({where})")
+            with span("compile", what=frame.f_code.co_name, where=where) as logged:
+                _converting.now = True
+                try:
+                    with self._seam.settings(frame.f_code):
+                        result = original(converter, frame, *args, **kwargs)
+                except RuntimeError as error:
+                    self._seam.explain(frame, error)
+                    raise
+                finally:
+                    _converting.now = False
+                code = self._seam.compiled_code(result)
+                limited = code is None and self._seam.ran_into_limit(result)
+                logged.fields["outcome"] = "compiled" if code is not None else "limit" if limited else "skipped"
             if code is not None:
                 self._backend_of[code] = backend
                 self._compiled_by[frame.f_code] = threading.get_ident()
-            elif self._seam.ran_into_limit(result):
+            elif limited:
                 self._report_limit(frame.f_code)
             return result
 

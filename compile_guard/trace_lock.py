@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Protocol
 
 from compile_guard import waits
-from compile_guard.findings import GuardError
+from compile_guard.events import LOG, from_monotonic
+from compile_guard.findings import GuardError, thread_name
 
 
 class RLockLike(Protocol):
@@ -71,6 +72,7 @@ class TraceLock:
         self._owner: int | None = None
         self._doing: list[str] = []
         self._since = 0.0
+        self._had_to_wait = False
         self._num_waiting = 0
         self._num_acquired = 0
         self._num_contended = 0
@@ -90,11 +92,13 @@ class TraceLock:
             self._doing += (what,)
             return True
         try:
-            if not self.core.acquire(blocking=False) and not self._wait(what, timeout):
+            had_to_wait = not self.core.acquire(blocking=False)
+            if had_to_wait and not self._wait(what, timeout):
                 return False
             if self.entered is not None:
                 self._leaving = self.entered()
             self._since = time.monotonic()
+            self._had_to_wait = had_to_wait
             self._num_acquired += 1
             self._owner = me
             self._doing.append(what)
@@ -142,8 +146,12 @@ class TraceLock:
             raise GuardError(f"{self!r} is released by thread {threading.current_thread().name}, which does not own it")
         if len(self._doing) > 1:
             self._doing.pop()
-        else:
-            self._let_go()
+            return
+        what, since, number, waited = self._doing[0], self._since, self._num_acquired, self._had_to_wait
+        self._let_go()
+        if LOG.on:
+            # The number tells whose release a waiter got the lock from: hold 8 waited for hold 7.
+            LOG.emit("lock_hold", from_monotonic(since), lock=self.name, what=what, number=number, waited=waited)
 
     def __enter__(self) -> bool:
         return self.acquire("torch.compile")
@@ -221,8 +229,7 @@ class TraceLock:
         if owner is None:
             state = "free" if not self._num_waiting else "held outside compile_guard"
         else:
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            state = f"held {self.depth}x by {names.get(owner, owner)} for {self.doing}"
+            state = f"held {self.depth}x by {thread_name(owner)} for {self.doing}"
         return f"<TraceLock {self.name!r} {state}, {self._num_waiting} waiting>"
 
 

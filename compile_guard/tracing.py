@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
+from compile_guard.events import span
 from compile_guard.findings import Finding, findings, other_thread, stack_of, this_thread
 from compile_guard.trace_lock import TraceLock
 
@@ -62,7 +63,7 @@ def locked_tracer(original: Callable[..., Any], what: str) -> Callable[..., Any]
 
     @functools.wraps(original)
     def locked(*args: Any, **kwargs: Any) -> Any:
-        with TRACE_LOCK.hold(what):
+        with TRACE_LOCK.hold(what), span("trace", what=what):
             return original(*args, **kwargs)
 
     return locked
@@ -73,7 +74,7 @@ def owned_fx_trace(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def trace(*args: Any, **kwargs: Any) -> Any:
-        with TRACE_LOCK.hold("fx.Tracer.trace"):
+        with TRACE_LOCK.hold("fx.Tracer.trace"), span("trace", what="fx.Tracer.trace"):
             traces = _here.traces
             traces.append(True)
             _count(+1)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from compile_guard.findings import Finding, GuardError, findings, other_thread, this_thread
+from compile_guard import events
+from compile_guard.findings import Finding, GuardError, findings, is_inside_torch, other_thread, this_thread, thread_name
 
 STALL_S = 30.0
 """A wait longer than this is reported, with the stacks of both threads."""
@@ -62,6 +63,16 @@ def _cycle(me: int, holders: frozenset[int]) -> list[int] | None:
     return None
 
 
+def _reason(cycle: list[int]) -> str:
+    """Why the last thread of the chain must not wait for the first, and what to do."""
+    if len(cycle) == 1:
+        return "it cannot end while it waits for itself. Join it from another thread."
+    return (
+        f"{' -> '.join(map(thread_name, cycle))}, where each waits for the next, and the last is this thread. Let the other "
+        "thread finish before this one traces, or trace before starting it."
+    )
+
+
 @contextmanager
 def recorded(subject: str, holders: Callable[[], frozenset[int]], *, is_bounded: bool) -> Iterator[Wait]:
     """Record the calling thread's wait for the length of the block.
@@ -77,12 +88,7 @@ def recorded(subject: str, holders: Callable[[], frozenset[int]], *, is_bounded:
         if cycle is None:
             _waits[me] = wait
     if cycle is not None:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        chain = " -> ".join(names.get(ident, str(ident)) for ident in cycle)
-        raise DeadlockError(
-            f"thread {threading.current_thread().name} would wait for {subject} for ever: {chain} wait for it in turn. "
-            "Let the other thread finish before this one traces, or trace before starting it."
-        )
+        raise DeadlockError(f"thread {thread_name(me)} would wait for {subject} for ever: {_reason(cycle)}")
     try:
         yield wait
     finally:
@@ -112,7 +118,8 @@ def wait_for(
         DeadlockError: the wait would close a cycle.
         FindingError: it stalled, and the mode is `raise`.
     """
-    with recorded(subject, holders, is_bounded=timeout is not None) as wait:
+    with recorded(subject, holders, is_bounded=timeout is not None) as wait, events.span("wait", subject=subject) as logged:
+        logged.fields["holders"] = [thread_name(holder) for holder in wait.holders()] if events.LOG.on else []
         deadline = None if timeout is None else wait.since + timeout
         next_report = wait.since + STALL_S
         while True:
@@ -123,6 +130,7 @@ def wait_for(
                 return True
             now = time.monotonic()
             if deadline is not None and now >= deadline:
+                logged.fields["timed_out"] = True
                 return False
             if now >= next_report:
                 next_report = now + STALL_S
@@ -130,17 +138,20 @@ def wait_for(
 
 
 def _report_stall(wait: Wait) -> None:
-    held_by = sorted(wait.holders())
+    holder = min(wait.holders(), default=None)
+    compiles = holder is not None and is_inside_torch(holder)
     findings.report(
         Finding(
             code="stall",
             subject=wait.subject,
             title=f"waiting for {wait.subject} since {time.monotonic() - wait.since:.0f} s",
             now=this_thread(f"waits for {wait.subject}"),
-            other=other_thread(held_by[0] if held_by else None, f"holds {wait.subject}"),
+            other=other_thread(holder, f"holds {wait.subject}" + ", inside torch: a compile that is still running" * compiles),
             shared=wait.subject,
             consequence="no progress in this thread until the other one lets go; the guard goes on waiting",
-            fix="look at the second stack: code inside a trace must not wait for a thread that traces as well",
+            fix="nothing, where the compile is merely slow; compile_guard.warmup() before the threads start makes nobody wait"
+            if compiles
+            else "look at the second stack: code inside a trace must not wait for a thread that traces as well",
             prevented=False,
         )
     )

@@ -1,4 +1,4 @@
-"""State that every test starts from, and the options of the suite."""
+"""State that every test starts from; options and markers are those of the project's own pytest plugin."""
 
 from __future__ import annotations
 
@@ -8,28 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from compile_guard import pytest_plugin
 from tests.threads import Puppet
 
 if TYPE_CHECKING:
     import torch
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("compile_guard")
-    group.addoption(
-        "--logical-devices",
-        type=int,
-        default=0,
-        metavar="N",
-        help="give tests marked multigpu N logical devices on one GPU or the CPU where there are no two GPUs",
-    )
-    group.addoption(
-        "--stress-iterations",
-        type=int,
-        default=40,
-        metavar="N",
-        help="iterations of each test marked stress (40; 1000 is what the project promises)",
-    )
+pytest_plugins = ["pytester"]
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Put the plugin in where the project is not installed, and its entry point unknown."""
+    if not pluginmanager.has_plugin("compile_guard"):
+        pluginmanager.register(pytest_plugin, "compile_guard")
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +29,7 @@ def _environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The switches of the shell that started pytest do not reach the tests."""
     monkeypatch.delenv("COMPILE_GUARD", raising=False)
     monkeypatch.delenv("COMPILE_GUARD_SUPPRESSIONS", raising=False)
+    monkeypatch.delenv("COMPILE_GUARD_TRACE", raising=False)
 
 
 @pytest.fixture
@@ -68,23 +61,15 @@ def guard(clean: None) -> Any:
 
 
 @pytest.fixture
-def devices(request: pytest.FixtureRequest) -> list[torch.device]:
+def devices(logical_devices: list[torch.device]) -> list[torch.device]:
     """At least two devices: real GPUs, else the logical ones that `--logical-devices N` asks for."""
-    import torch
-
-    if torch.cuda.device_count() >= 2:
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    num_logical: int = request.config.getoption("--logical-devices")
-    if num_logical < 2:
-        pytest.skip(f"needs two GPUs, found {torch.cuda.device_count()}; --logical-devices N (at least 2) makes do with one")
-    return [torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")] * num_logical
+    return logical_devices
 
 
 @pytest.fixture
-def num_iterations(request: pytest.FixtureRequest) -> int:
+def num_iterations(stress_iterations: int) -> int:
     """Iterations of a stress test."""
-    num: int = request.config.getoption("--stress-iterations")
-    return num
+    return stress_iterations
 
 
 @pytest.fixture

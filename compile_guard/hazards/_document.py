@@ -59,6 +59,7 @@ def document(files: Sequence[Path]) -> str:
             "explained": "Cannot be prevented; it is explained.",
             "detected": "Not prevented; it is detected.",
         }[hazard.outcome]
+        finding = f"Finding: `{hazard.finding}`. " if hazard.finding else ""
         lines += [
             "",
             f"## {hazard.id}: {hazard.title}",
@@ -67,7 +68,7 @@ def document(files: Sequence[Path]) -> str:
             "",
             f"**Mechanism.** {_paragraph(hazard.mechanism)}",
             "",
-            f"**Guard.** {cure} Finding: `{hazard.finding}`. {_paragraph(hazard.fix)}",
+            f"**Guard.** {cure} {finding}{_paragraph(hazard.fix)}",
             "",
             f"**Upstream.** {', '.join(hazard.links) or 'not reported, as far as is known'}.",
         ]

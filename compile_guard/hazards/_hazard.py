@@ -45,7 +45,7 @@ class Hazard:
     seams: tuple[str, ...]
     """Names of the seams (`torch_seams.SEAMS`) that prevent it; empty for a hazard that can only be detected."""
     finding: str
-    """Code of the finding that tells of it."""
+    """Code of the finding that tells of it; empty where `install()` ends it before it can occur."""
     outcome: Literal["prevented", "explained", "detected"] = "prevented"
     """`prevented`: under the guard the trigger returns None. `explained`: it still fails as it must, and the finding
     says why. `detected`: a silent effect that stays, and the finding tells of it."""

@@ -6,17 +6,16 @@ Every script of `repro/` is this runner with a name. The parent needs no torch: 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import faulthandler
-import inspect
+import itertools
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +24,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compile_guard.hazards import _threads
+from compile_guard.hazards._diagnosing import diagnosing
 from compile_guard.hazards._document import document, machine
 from compile_guard.hazards._hazard import Hazard, catalogue
+from compile_guard.hazards._nursery import Nursery, serve
+from compile_guard.hazards._standalone import standalone
 
 SAFE, OCCURRED, CANNOT_RUN = 0, 1, 2
 
@@ -63,37 +65,78 @@ class Iteration:
         told = any(found["code"] == hazard.finding for found in self.findings)
         return SAFE if hazard.outcome != "prevented" and told else OCCURRED
 
+    def cell(self, hazard: Hazard) -> str:
+        """What happened, in a word for a table."""
+        if self.ended == "cannot run":
+            return "not run (needs other hardware)"
+        if self.unhealthy:
+            return "process unhealthy"
+        if self.occurred is None:
+            return "safe"
+        if self.exit_code(hazard) == SAFE:
+            return hazard.outcome
+        return {"finished": "occurs", "crashed": "crash", "hung": "hang"}.get(self.ended, self.ended)
 
-def run_once(hazard: Hazard, *, guard: bool = False, mirror: bool = False, timeout_s: float = 90.0) -> Iteration:
-    """Run a hazard's trigger (or its mirror program) once, in a child process, and say what became of it.
 
-    With `mirror`, an exception of the program is an occurrence; findings are for the caller to judge.
-    """
+Verdict = Literal["unaffected", "prevented", "detected", "open"]
+ATTEMPTS = 3
+"""Runs without the guard until an affected torch shows a hazard: what a use after free meets is not forced by any order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One hazard, run without the guard and with it."""
+
+    hazard: Hazard
+    bare: Iteration
+    guarded: Iteration
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the guard does about it here; `unaffected` also where the machine lacks what it takes."""
+        if self.bare.ended == "cannot run" or (self.bare.affected is False and self.bare.occurred is None):
+            return "unaffected"
+        if self.guarded.exit_code(self.hazard) != SAFE:
+            return "open"
+        return "prevented" if self.guarded.occurred is None else "detected"
+
+
+def child_environment() -> dict[str, str]:
+    """What a child process finds in its environment."""
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     # The switch of this run is --guard, whatever the shell that it was started from has set.
-    environment.pop("COMPILE_GUARD", None)
+    for switch in ("COMPILE_GUARD", "COMPILE_GUARD_TRACE", "COMPILE_GUARD_SUPPRESSIONS"):
+        environment.pop(switch, None)
     # glibc overwrites what is freed: a use after free shows at once, and not by chance.
     environment.setdefault("MALLOC_PERTURB_", "165")
+    return environment
+
+
+def run_once(
+    hazard: Hazard,
+    *,
+    guard: bool = False,
+    mirror: bool = False,
+    timeout_s: float = 90.0,
+    nursery: Nursery | None = None,
+) -> Iteration:
+    """Run a hazard's trigger (or its mirror program) once, in a child process, and say what became of it.
+
+    With `mirror`, an exception of the program is an occurrence; findings are for the caller to judge. The child is a fresh
+    Python, or forked from `nursery`.
+    """
     with tempfile.TemporaryDirectory(prefix="compile_guard_") as folder:
         report = Path(folder, "report.ndjson")
         report.touch()
-        command = [sys.executable, "-X", "faulthandler", "-m", "compile_guard.hazards", hazard.name]
-        command += ["--child", str(report), "--timeout", str(timeout_s)] + ["--guard"] * guard + ["--mirror"] * mirror
+        output = Path(folder, "output")
+        output.touch()
+        arguments = [hazard.name, "--child", str(report), "--timeout", str(timeout_s)]
+        arguments += ["--guard"] * guard + ["--mirror"] * mirror
         started = time.monotonic()
-        with Path(folder, "stderr").open("w+", errors="replace") as stderr:
-            # A session of its own: whatever the trigger forked or started ends with it.
-            child = subprocess.Popen(command, env=environment, stdout=stderr, stderr=stderr, start_new_session=True)
-            try:
-                status: int | None = child.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-            stderr.seek(0)
-            said = stderr.read()
+        start = nursery.run if nursery is not None else _run_fresh
+        status = start(arguments, output, timeout_s)
+        said = output.read_text(errors="replace")
         known: dict[str, Any] = {}
         for line in report.read_text().splitlines():
             known.update(json.loads(line))
@@ -108,6 +151,22 @@ def run_once(hazard: Hazard, *, guard: bool = False, mirror: bool = False, timeo
     else:
         how = f"ended with exit status {status}: {(said.strip().splitlines() or ['nothing said'])[-1]}"
     return Iteration(**known | {"ended": "crashed", "occurred": how, "stacks": said})
+
+
+def _run_fresh(arguments: Sequence[str], output: Path, timeout_s: float) -> int | None:
+    """As `Nursery.run`, in a Python of its own."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "compile_guard.hazards", *arguments]
+    with output.open("ab") as file:
+        # A session of its own: whatever the trigger forked or started ends with it.
+        child = subprocess.Popen(command, env=child_environment(), stdout=file, stderr=file, start_new_session=True)
+        try:
+            return child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def _child(hazard: Hazard, report: Path, *, guard: bool, mirror: bool, timeout_s: float) -> None:
@@ -186,43 +245,50 @@ def _unhealthy(original_call: object) -> list[str]:
     return broken
 
 
-def standalone(hazard: Hazard) -> str:
-    """The trigger as one self-contained file for a bug report: plain torch, nothing of this package."""
-    module = inspect.getmodule(hazard.trigger)
-    assert module is not None
-    source = inspect.getsource(module)
-    statements: dict[str, ast.stmt] = {}
-    imports = []
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            statements[statement.name] = statement
-        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            statements[statement.targets[0].id] = statement
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            text = ast.get_source_segment(source, statement) or ""
-            if "compile_guard" not in text and "__future__" not in text:
-                imports.append(text)
-    needed = {"trigger"}
-    todo = ["trigger"]
-    while todo:
-        used = {node.id for node in ast.walk(statements[todo.pop()]) if isinstance(node, ast.Name)}
-        new = (used & statements.keys()) - needed
-        needed |= new
-        todo += sorted(new)
+def run_pairs(
+    hazards: Sequence[Hazard], *, jobs: int, timeout_s: float, progress: Callable[[int, int, Hazard], None]
+) -> list[Pair]:
+    """Run hazards without and with the guard, `jobs` at a time, in children forked from warm parents where that is safe.
 
-    def text_of(statement: ast.stmt) -> str:
-        decorators = getattr(statement, "decorator_list", [])
-        first = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
-        return "\n".join(source.splitlines()[first - 1 : statement.end_lineno])
+    Args:
+        progress: called as (number done, number of all, hazard just done), in the thread that ran it.
 
-    # `from __future__` must come first, hence the text of `_threads` before anything of the entry's own.
-    about = [f"{hazard.title} ({hazard.id} of compile_guard's catalogue).", hazard.symptom, hazard.mechanism]
-    head = "\n\n".join(textwrap.fill(paragraph, 118) for paragraph in about)
-    threads = inspect.getsource(_threads).split('"""', 2)[2].strip("\n")
-    entry = ["\n".join(line for line in imports if line not in threads.splitlines())]
-    entry += [text_of(statement) for name, statement in statements.items() if name in needed]
-    tail = 'if __name__ == "__main__":\n    print(trigger() or "did not occur")\n'
-    return f'"""{head}\n"""\n\n' + "\n\n\n".join([threads, *filter(None, entry), tail])
+    Raises:
+        ChildProcessError: a warm parent died.
+    """
+    done = itertools.count(1)
+    with contextlib.ExitStack() as stack:
+        nurseries: queue.SimpleQueue[Nursery | None] = queue.SimpleQueue()
+        for _ in range(jobs):
+            can_fork = sys.platform == "linux"
+            nurseries.put(stack.enter_context(Nursery(child_environment())) if can_fork else None)
+
+        def both(hazard: Hazard) -> Pair:
+            nursery = nurseries.get()
+            try:
+                for _ in range(ATTEMPTS):
+                    bare = run_once(hazard, timeout_s=timeout_s, nursery=nursery)
+                    if not bare.affected or bare.occurred is not None or bare.ended == "cannot run":
+                        break
+                guarded = bare
+                if bare.ended != "cannot run":
+                    guarded = run_once(hazard, guard=True, timeout_s=timeout_s, nursery=nursery)
+                progress(next(done), len(hazards), hazard)
+                return Pair(hazard, bare, guarded)
+            finally:
+                nurseries.put(nursery)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(both, hazards))
+
+
+def show_progress(number: int, num_hazards: int, hazard: Hazard) -> None:
+    """One line on stderr, rewritten where that is a terminal."""
+    line = f"{number}/{num_hazards} {hazard.id} {hazard.name}"
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}" + "\r\x1b[K" * (number == num_hazards), end="", file=sys.stderr, flush=True)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _sentence(hazard: Hazard, result: Iteration) -> str:
@@ -269,48 +335,29 @@ def run_entry(hazard: Hazard, arguments: argparse.Namespace) -> int:
 
 def run_table(arguments: argparse.Namespace) -> int:
     """Run every entry without and with the guard, and print the table that docs/hazards.md shows for this torch."""
-
-    def both(hazard: Hazard) -> tuple[Hazard, Iteration, Iteration]:
-        print(f"running {hazard.id} {hazard.name}", file=sys.stderr)
-        bare = run_once(hazard, timeout_s=arguments.timeout)
-        return hazard, bare, run_once(hazard, guard=True, timeout_s=arguments.timeout)
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(both, catalogue().values()))
+    rows = run_pairs(list(catalogue().values()), jobs=arguments.jobs, timeout_s=arguments.timeout, progress=show_progress)
     if arguments.json:
         entries = [
             {
-                "id": hazard.id,
-                "name": hazard.name,
-                "affected": bare.affected,
-                "bare": _cell(hazard, bare),
-                "guarded": _cell(hazard, guarded),
+                "id": pair.hazard.id,
+                "name": pair.hazard.name,
+                "affected": pair.bare.affected,
+                "bare": pair.bare.cell(pair.hazard),
+                "guarded": pair.guarded.cell(pair.hazard),
             }
-            for hazard, bare, guarded in rows
+            for pair in rows
         ]
-        print(json.dumps({"torch": rows[0][1].torch, "machine": machine(), "entries": entries}, indent=1))
+        print(json.dumps({"torch": rows[0].bare.torch, "machine": machine(), "entries": entries}, indent=1))
     else:
-        versions = {bare.torch for _, bare, _ in rows}
+        versions = {pair.bare.torch for pair in rows}
         print(f"torch {', '.join(sorted(versions))}\n")
         print("| id | hazard | script | affected | without the guard | with the guard |")
         print("|---|---|---|---|---|---|")
-        for hazard, bare, guarded in rows:
-            affected = {True: "yes", False: "no", None: "?"}[bare.affected]
-            cells = [hazard.id, hazard.title, f"`repro/{hazard.name}.py`", affected]
-            print(f"| {' | '.join([*cells, _cell(hazard, bare), _cell(hazard, guarded)])} |")
-    return max((guarded.exit_code(hazard) == OCCURRED for hazard, _, guarded in rows), default=False)
-
-
-def _cell(hazard: Hazard, result: Iteration) -> str:
-    if result.ended == "cannot run":
-        return "not run (needs other hardware)"
-    if result.unhealthy:
-        return "process unhealthy"
-    if result.occurred is None:
-        return "safe"
-    if result.exit_code(hazard) == SAFE:
-        return hazard.outcome
-    return {"finished": "occurs", "crashed": "crash", "hung": "hang"}.get(result.ended, result.ended)
+        for pair in rows:
+            affected = {True: "yes", False: "no", None: "?"}[pair.bare.affected]
+            cells = [pair.hazard.id, pair.hazard.title, f"`repro/{pair.hazard.name}.py`", affected]
+            print(f"| {' | '.join([*cells, pair.bare.cell(pair.hazard), pair.guarded.cell(pair.hazard)])} |")
+    return OCCURRED if any(pair.verdict == "open" for pair in rows) else SAFE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -332,9 +379,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--document", type=Path, nargs="+", metavar="FILE", help="print docs/hazards.md from --table --json files"
     )
+    parser.add_argument("--diagnosing", action="store_true", help="print docs/diagnosing.md")
     parser.add_argument("--list", action="store_true", help="print ids, names and titles of all entries")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--nursery", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.nursery:
+        serve(main)
+        return SAFE
     entries = catalogue()
     if options.list:
         for hazard in entries.values():
@@ -342,6 +394,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return SAFE
     if options.document is not None:
         print(document(options.document), end="")
+        return SAFE
+    if options.diagnosing:
+        print(diagnosing(), end="")
         return SAFE
     if options.table:
         return run_table(options)

@@ -21,20 +21,26 @@ def affected() -> Affected:
     return Affected(False, "config values are plain globals, the same in each thread")
 
 
-def lost_in_a_worker() -> str | None:
-    """Raise the limit in this thread, then compile twelve variants of one function in a new one."""
-    import torch
+def counting(ran: list[bool]) -> Any:
+    """A backend whose compiled code notes each of its runs: eager ones are missing."""
 
-    ran: list[bool] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    def backend(graph: Any, inputs: list[Any]) -> Any:
         def compiled(*args: Any) -> Any:
             ran.append(True)
             return graph.forward(*args)
 
         return compiled
 
-    @torch.compile(backend=backend, dynamic=False)
+    return backend
+
+
+def lost_in_a_worker() -> str | None:
+    """Raise the limit in this thread, then compile twelve variants of one function in a new one."""
+    import torch
+
+    ran: list[bool] = []
+
+    @torch.compile(backend=counting(ran), dynamic=False)
     def step(x: torch.Tensor) -> torch.Tensor:
         return x.sin() + 1
 
@@ -70,12 +76,35 @@ def lost_in_a_recompute(*, use_reentrant: bool) -> str | None:
     return f"recompile_limit set to {LIMIT} was {seen[-1]} in a checkpoint's recompute (use_reentrant={use_reentrant})"
 
 
+def lost_in_a_hook() -> str | None:
+    """Raise the limit around a backward on a GPU, and compile twelve variants of one function in a gradient's hook."""
+    import torch
+
+    ran: list[bool] = []
+
+    @torch.compile(backend=counting(ran), dynamic=False)
+    def norm(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sin().sum()
+
+    def hook(gradient: torch.Tensor) -> None:
+        for size in range(2, 14):
+            norm(gradient[:size])
+
+    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+        x: Any = torch.ones(16, device="cuda", requires_grad=True)
+        x.register_hook(hook)
+        x.sin().sum().backward()
+    num_eager = 12 - len(ran)
+    return f"recompile_limit set to {LIMIT}: {num_eager} of 12 variants ran eager in a gradient's hook" if num_eager else None
+
+
 def trigger() -> str | None:
     import torch
 
     said = [lost_in_a_worker()]
-    if torch.cuda.is_available():  # on the CPU a recompute runs in the thread that calls backward, and loses nothing
+    if torch.cuda.is_available():  # on the CPU a backward runs in the thread that calls it, and loses nothing
         said += [lost_in_a_recompute(use_reentrant=use_reentrant) for use_reentrant in (False, True)]
+        said.append(lost_in_a_hook())
     return "; ".join(filter(None, said)) or None
 
 
@@ -113,7 +142,7 @@ HAZARD = Hazard(
     affected=affected,
     trigger=trigger,
     mirror=mirror,
-    seams=("config_inherit", "checkpoint"),
+    seams=("config_inherit", "checkpoint", "single_flight"),
     finding="config-lost",
     fix="Install the guard; or set config in each thread and in the recomputed function; or pass `recompile_limit=`.",
 )

@@ -1,31 +1,19 @@
-"""The report at the end of a guarded run: one page of text, or the same as JSON."""
+"""The report at the end of a guarded run, or of its event logs: one page of text, or the same as JSON."""
 
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from compile_guard.findings import Finding
 from compile_guard.install import failed_seams
+from compile_guard.report.environment import environment
+from compile_guard.report.event_log import Run
 from compile_guard.trace_lock import TraceLock
 
 SCHEMA_VERSION = 1
-
-
-def environment() -> dict[str, str]:
-    """Versions and devices, as bug forms ask for them."""
-    import torch
-
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "devices": ", ".join(names) or "cpu",
-    }
 
 
 def as_dict(found: Sequence[Finding], lock: TraceLock, status: int | None) -> dict[str, Any]:
@@ -42,12 +30,10 @@ def as_dict(found: Sequence[Finding], lock: TraceLock, status: int | None) -> di
 
 def as_text(found: Sequence[Finding], lock: TraceLock, status: int | None) -> str:
     """The report as a page: what happened first, then what was prevented, each with both threads' stacks."""
-    happened = [finding for finding in found if not finding.prevented]
-    prevented = [finding for finding in found if finding.prevented]
     env = environment()
     statistics = lock.statistics()
     lines = [
-        f"compile_guard report: {_count(happened, 'finding')} happened, {len(prevented)} prevented",
+        _headline(found),
         f"  torch {env['torch']}, Python {env['python']}, {env['devices']}",
         f"  trace lock: taken {statistics.num_acquired} times, {statistics.num_contended} had to wait, "
         f"{statistics.waited_s:.1f} s in all",
@@ -56,11 +42,45 @@ def as_text(found: Sequence[Finding], lock: TraceLock, status: int | None) -> st
         lines.append(f"  the program ended with status {status}")
     for name, reason in failed_seams().items():
         lines.append(f"  seam {name} does not fit this torch, what it prevents is not covered: {reason}")
-    for heading, group in (("Happened", happened), ("Prevented", prevented)):
+    return "\n".join([*lines, *_by_outcome(found)]) + "\n"
+
+
+def of_run(run: Run) -> str:
+    """The report of a run that is over, from its event logs."""
+    found = run.findings()
+    process = run.processes[0] if run.processes else {}
+    waits = run.spans("wait")
+    compiles = run.spans("compile")
+    lines = [
+        _headline(found),
+        f"  {process.get('program', run.folder)}",
+        f"  torch {process.get('torch', '?')}, Python {process.get('python', '?')}, {process.get('platform', '?')}",
+        f"  {len(run.events)} events of {len({event['pid'] for event in run.events})} process(es) and "
+        f"{len(run.lanes())} thread(s), {run.length_ns / 1e9:.1f} s",
+        f"  {len(compiles)} compiles, {sum(event['dur_ns'] for event in compiles) / 1e9:.1f} s; "
+        f"{len(waits)} waits, {sum(event['dur_ns'] for event in waits) / 1e9:.1f} s",
+    ]
+    if run.num_broken or run.num_newer or run.num_dropped:
+        lines.append(
+            f"  skipped: {run.num_broken} broken lines, {run.num_newer} events of a newer format; "
+            f"{run.num_dropped} events were not written"
+        )
+    return "\n".join([*lines, *_by_outcome(found)]) + "\n"
+
+
+def _headline(found: Sequence[Finding]) -> str:
+    happened = [finding for finding in found if not finding.prevented]
+    return f"compile_guard report: {_count(happened, 'finding')} happened, {len(found) - len(happened)} prevented"
+
+
+def _by_outcome(found: Sequence[Finding]) -> Iterator[str]:
+    """What happened, then what was prevented, the most frequent first."""
+    for heading, prevented in (("Happened", False), ("Prevented", True)):
+        group = [finding for finding in found if finding.prevented == prevented]
         if group:
-            lines += ["", f"{heading}:"]
-            lines += [str(finding) for finding in sorted(group, key=lambda finding: -finding.count)]
-    return "\n".join(lines) + "\n"
+            yield ""
+            yield f"{heading}:"
+            yield from map(str, sorted(group, key=lambda finding: -finding.count))
 
 
 def as_json(found: Sequence[Finding], lock: TraceLock, status: int | None) -> str:

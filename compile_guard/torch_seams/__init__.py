@@ -15,10 +15,17 @@ from collections.abc import Iterator
 from compile_guard.torch_seams import (
     checkpoint,
     compiled_calls,
+    config_patches,
     configuration,
+    cudagraphs,
+    devices,
+    finding_logs,
+    inductor,
     lazy_backward,
     modules,
+    numeric_switches,
     reset,
+    thread_stack,
     trace_lock,
     tracers,
 )
@@ -59,6 +66,13 @@ SEAMS: tuple[Seam, ...] = (
     *reset.SEAMS,
     *checkpoint.SEAMS,
     *configuration.SEAMS,
+    *config_patches.SEAMS,
+    *cudagraphs.SEAMS,
+    *devices.SEAMS,
+    *inductor.SEAMS,
+    *numeric_switches.SEAMS,
+    *thread_stack.SEAMS,
+    *finding_logs.SEAMS,
 )
 
 

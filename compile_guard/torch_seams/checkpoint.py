@@ -9,11 +9,13 @@ from typing import Any
 
 from compile_guard import tracing
 from compile_guard.activation_checkpoint import Block, Tape, thread_safe_checkpoint
-from compile_guard.findings import Finding, findings, this_thread
+from compile_guard.findings import Finding, findings, other_thread, this_thread
 from compile_guard.patching import Patches
 from compile_guard.single_flight import is_converting
 from compile_guard.torch_seams._seam import Seam, skip_code
 from compile_guard.torch_seams.configuration import config_of
+from compile_guard.torch_seams.trace_lock import on_own_thread
+from compile_guard.trace_lock import TraceLock
 from compile_guard.tracing import TRACE_LOCK
 
 
@@ -131,6 +133,45 @@ def _checkpoint(patches: Patches) -> None:
         skip_code(code)
 
 
+def _recompute_once(patches: Patches) -> None:
+    """A block whose tensors two autograd threads unpack, since it spans two devices, is recomputed by the first of them."""
+    from torch.utils.checkpoint import _checkpoint_hook
+
+    make_hooks = _checkpoint_hook.__init__
+
+    def make_hooks_locked(self: Any, frame: Any) -> None:
+        make_hooks(self, frame)
+        unpack = self.unpack_hook
+        # Who recomputes runs a backward inside the block on its own thread: the other device's may be waiting here.
+        lock = TraceLock("the recompute of a checkpointed block", entered=on_own_thread)
+        lock.on_contention = _report_second_recompute
+
+        def locked(holder: Any) -> Any:
+            with lock.hold("a recompute"):
+                return unpack(holder)
+
+        skip_code(locked.__code__)
+        self.unpack_hook = locked
+
+    patches.set_attribute(_checkpoint_hook, "__init__", make_hooks_locked)
+
+
+def _report_second_recompute(what: str, owner: int | None, doing: str | None) -> None:
+    findings.report(
+        Finding(
+            code="double-recompute",
+            subject="torch.utils.checkpoint",
+            title="two devices' autograd threads want the same checkpointed block recomputed",
+            now=this_thread("unpacks a tensor of the block"),
+            other=other_thread(owner, "recomputes the block"),
+            shared="the block's `is_recomputed`, asked and set without a lock (pytorch#96764)",
+            consequence="the block is recomputed twice at once: CheckpointError, or twice the work and memory",
+            fix="keep compile_guard.install(), or end the checkpointed block where the device changes",
+            prevented=True,
+        )
+    )
+
+
 def guards_fail_under_modes() -> bool:
     """Whether a dispatch mode makes every guard of a compiled function fail (2.9, 2.10), whatever the mode says of itself."""
     from torch._C._dynamo import guards
@@ -182,6 +223,7 @@ def _report_unreplayed() -> None:
 
 SEAMS = (
     Seam("checkpoint", "a recompute draws what its forward drew, in its forward's configuration", _checkpoint),
+    Seam("recompute_once", "a block that spans two devices is recomputed once in a backward", _recompute_once),
     Seam(
         "modes_lifted",
         "compiled functions inside checkpointed blocks stay compiled",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,7 +13,8 @@ from compile_guard.entry import RETRYING_CODES, counted_entry
 from compile_guard.patching import Patches
 from compile_guard.single_flight import DynamoFrame, SingleFlight
 from compile_guard.torch_seams._seam import Seam, is_compiled_call, notify_compile, skip_code
-from compile_guard.torch_seams.configuration import config_is_global
+from compile_guard.torch_seams.configuration import config_is_global, settings_of_backward
+from compile_guard.torch_seams.devices import explain_devices
 
 recompile_limits: ByIdentity[int] = ByIdentity()
 """Limits of single code objects (`compile(recompile_limit=)`); the others have torch's."""
@@ -87,14 +88,16 @@ class _CompileSeam:
         from torch._dynamo import config
 
         limit = recompile_limits.get(code)
-        if limit is None and not _dynamic.changes:
-            return nullcontext()
         settings = ExitStack()
+        settings_of_backward(settings)
         for change in _dynamic.changes:
             settings.callback(change())
         if limit is not None:
             settings.enter_context(config.patch(recompile_limit=limit))
         return settings
+
+    def explain(self, frame: DynamoFrame, error: RuntimeError) -> None:
+        explain_devices(frame.f_code.co_name, frame.f_locals, error)
 
     def is_in_callback(self, frame: FrameType | None) -> bool:
         while frame is not None:

@@ -6,6 +6,7 @@ import threading
 from types import ModuleType
 from typing import Any
 
+from compile_guard.events import span
 from compile_guard.patching import Patches
 from compile_guard.torch_seams._seam import Seam, notify_compile, skip_code
 from compile_guard.tracing import TRACE_LOCK
@@ -27,9 +28,11 @@ def _lazy_backward(patches: Patches) -> None:
             if self.compiled_bw is not None:
                 return self.compiled_bw
             with TRACE_LOCK.hold("a lazy backward compile"):
-                if self.compiled_bw is None:
-                    notify_compile("a backward")
-                return original(self, **kwargs)  # looks again whether another thread has compiled it
+                if self.compiled_bw is not None:  # another thread has compiled it meanwhile
+                    return original(self, **kwargs)
+                notify_compile("a backward")
+                with span("compile", what="a backward", outcome="compiled"):
+                    return original(self, **kwargs)
 
         skip_code(get_or_compile.__code__)
         patches.set_attribute(compiler, "get_or_compile", get_or_compile)
@@ -38,10 +41,10 @@ def _lazy_backward(patches: Patches) -> None:
 
 
 class _LazyBackward(threading.local):
-    """Whether this thread holds the lock for a lazy backward compile whose end is the end of its tracing context."""
+    """Set while this thread holds the lock for a lazy backward compile whose end is the end of its tracing context."""
 
     def __init__(self) -> None:
-        self.pending = False
+        self.pending: span | None = None
 
 
 def _lazy_backward_of_class(patches: Patches, runtime_wrappers: ModuleType) -> None:
@@ -64,13 +67,13 @@ def _lazy_backward_of_class(patches: Patches, runtime_wrappers: ModuleType) -> N
             if cls.compiled_bw is not None:
                 TRACE_LOCK.release()
                 return backward_impl(ctx, all_args)
-            lazy.pending = True
+            lazy.pending = span("compile", what="a backward", outcome="compiled")
             try:
                 notify_compile("a backward")
                 return backward_impl(ctx, all_args)
             finally:
-                if lazy.pending:
-                    lazy.pending = False
+                if lazy.pending is not None:
+                    lazy.pending = None
                     TRACE_LOCK.release()
 
         skip_code(_backward_impl.__code__)
@@ -81,14 +84,15 @@ def _lazy_backward_of_class(patches: Patches, runtime_wrappers: ModuleType) -> N
             self._inner = tracing_context(context)
 
         def __enter__(self) -> Any:
-            self._ours, lazy.pending = lazy.pending, False
+            self._ours, lazy.pending = lazy.pending, None
             return self._inner.__enter__()
 
         def __exit__(self, *exc: Any) -> Any:
             try:
                 return self._inner.__exit__(*exc)
             finally:
-                if self._ours:
+                if self._ours is not None:
+                    self._ours.end()
                     TRACE_LOCK.release()
 
     def post_compile_locked(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:

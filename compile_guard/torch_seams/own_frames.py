@@ -47,7 +47,9 @@ _CALLING_ON = frozenset(
 _INSIDE_CALLS = frozenset(
     [
         "activation_checkpoint",
+        "ecosystem_seams",
         "entry",
+        "events",
         "findings",
         "single_flight",
         "torch_seams",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
 from compile_guard.entry import RETRYING_CODES, gate
+from compile_guard.events import span
 from compile_guard.patching import Patches
 from compile_guard.torch_seams._seam import Seam, is_compiled_call
 from compile_guard.tracing import TRACE_LOCK
@@ -40,7 +42,9 @@ def _reset_gate(patches: Patches) -> None:
                 num_resets += 1
                 eval_frame._callback_from_stance = gated_callback
             try:
-                with gate.shut(is_compiled_call), TRACE_LOCK.hold("torch._dynamo.reset"):
+                # (One of the two calls the other.)
+                logged = nullcontext() if gate.is_closed_by_me() else span("reset")
+                with logged, gate.shut(is_compiled_call), TRACE_LOCK.hold("torch._dynamo.reset"):
                     original[0]()
             finally:
                 with counting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ from compile_guard.torch_seams._seam import Seam
 from compile_guard.tracing import TRACE_LOCK
 
 
-def trace_entered() -> Callable[[], None]:
-    """Make every backward of the calling thread run on the thread itself; returns what undoes it as the lock falls idle.
+def on_own_thread(then: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """Make every backward of the calling thread run on the thread itself; returns what undoes it, and does `then`.
 
     A holder of the trace lock that waited for an autograd device thread would wait for ever where that thread, running
     somebody else's backward, waits for the lock to compile it.
@@ -24,7 +25,7 @@ def trace_entered() -> Callable[[], None]:
 
     def leaving() -> None:
         torch._C._set_multithreading_enabled(prior)
-        heal()
+        then()
 
     try:
         torch._C._set_multithreading_enabled(False)
@@ -39,7 +40,7 @@ def _trace_lock(patches: Patches) -> None:
 
     original = convert_frame.compile_lock
     TRACE_LOCK.core = original
-    TRACE_LOCK.entered = trace_entered
+    TRACE_LOCK.entered = functools.partial(on_own_thread, heal)
     TRACE_LOCK.on_contention = tracing.report_contention
     patches.set_attribute(convert_frame, "compile_lock", TRACE_LOCK)
 

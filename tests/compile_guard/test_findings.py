@@ -19,6 +19,7 @@ from compile_guard.findings import (
     GuardWarning,
     mode_from_environment,
     other_thread,
+    stack_of,
     suppressions_from_environment,
     this_thread,
 )
@@ -240,3 +241,30 @@ def test_suppressions_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypa
     monkeypatch.setenv("COMPILE_GUARD_SUPPRESSIONS", str(missing))
     with pytest.raises(ValueError, match=r"missing\.txt.*cannot be read"):
         suppressions_from_environment()
+
+
+def test_a_stack_shows_the_program_not_our_frames_nor_what_torch_calls_of_the_standard_library() -> None:
+    import linecache
+
+    import torch
+
+    from compile_guard.torch_seams import configuration
+
+    frames: list[Any] = []
+
+    def called_from(*files: str) -> tuple[str, ...]:
+        """The stack of a chain of functions in these files, outermost first, as far as it is not this test's own."""
+        call: Any = lambda: frames.append(sys._getframe(1))  # noqa: E731
+        for file in reversed(files):
+            namespace = {"call": call}
+            exec(compile("def called(): call()", file, "exec"), namespace)
+            call = namespace["called"]
+        call()
+        return tuple(row.rsplit(":", 1)[0] for row in stack_of(frames.pop()) if row.endswith(" in called"))
+
+    ours, hazard = configuration.__file__, str(Path(configuration.__file__).parents[1] / "hazards" / "fx_race.py")
+    in_torch, in_standard_library = torch.__file__, linecache.__file__
+    assert called_from("train.py", ours, "model.py") == ("train.py", "model.py")
+    assert called_from("train.py", in_torch, in_standard_library) == ("train.py", in_standard_library)
+    assert called_from("train.py", in_standard_library, "model.py") == ("train.py", "model.py")
+    assert called_from(hazard, in_torch) == (hazard, in_torch)

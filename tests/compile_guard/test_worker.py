@@ -164,6 +164,14 @@ def test_two_workers_that_join_each_other_are_refused(puppet: Callable[[], Puppe
     assert not any(worker.is_alive() for worker in workers)
 
 
+def test_a_worker_that_joins_itself_is_told_that_it_cannot() -> None:
+    worker: list[Worker] = []
+    worker.append(Worker(lambda: worker[0].join(), name="narcissus"))
+    worker[0].start()
+    with pytest.raises(DeadlockError, match=r"thread narcissus to end for ever: it cannot end while it waits"):
+        worker[0].join(60)
+
+
 def test_join_while_holding_the_lock_that_the_worker_needs_is_refused(guard: Any) -> None:
     def trace() -> None:
         torch.fx.symbolic_trace(lambda x: x + 1)

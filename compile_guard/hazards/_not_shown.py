@@ -1,0 +1,64 @@
+"""What is known of, or was looked for, and has no entry: why, and what was tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NotShown:
+    """A hazard that no trigger of the catalogue shows."""
+
+    id: str
+    title: str
+    because: str
+    """Why there is no entry, and what was tried, in whole sentences."""
+
+
+NOT_SHOWN: tuple[NotShown, ...] = (
+    NotShown(
+        "E2",
+        "Inductor's own autotuner (`CachingAutotuner`) at a first launch in two threads",
+        "Entry E2 shows Triton's. Inductor's chooses among the launchers that it found when it began and puts a list of one in "
+        "place of the rest, with no lock: two threads that come at once both measure, and either choice is a right kernel. "
+        "Read in 2.9.1, 2.11, 2.13 and 2.14.1: no order of the two was found that ends in an error or a wrong kernel. What is "
+        "left is time, and measurements that the other thread's kernels disturb: call each compiled function once, forward and "
+        "backward, before the threads start (`warmup`).",
+    ),
+    NotShown(
+        "E1",
+        "A compiled call of one thread begins a new generation of CUDA graphs for another (`GenerationTracker`)",
+        "Entry E1 shows the step mark. The generation that graph trees compare is one counter too, which each compiled call of "
+        "any thread raises. A per-thread count would cost every warm call; mark the steps (`cudagraph_mark_step_begin`), "
+        "which under the guard are the thread's own: the counter is then not asked.",
+    ),
+    NotShown(
+        "E5",
+        "A compile slows every other thread, and a kernel launch that holds the GIL waits for a collective",
+        "Not a fault that a trigger can tell from a slow machine; the guard's statistics have the waits for the compile lock. "
+        "The collective's deadlock (pytorch#109074) needs two GPUs and NCCL, and was not tried.",
+    ),
+    NotShown(
+        "E6",
+        "Two threads register Inductor's backends (`init_backend_registration`) or devices (`init_device_reg`) at once",
+        "Read in all four: each device is asked for by itself and registered twice with one value; two at once end as one.",
+    ),
+    NotShown(
+        "E7",
+        "Two threads write one entry of a cache on disk",
+        "`codecache.write_atomic` writes to a name with process and thread in it and renames: read in all four. What was "
+        "reported came from shared file systems (pytorch#162432).",
+    ),
+    NotShown(
+        "E8",
+        "`torch._dynamo.callback` runs nothing for a second compile that begins before the first has ended",
+        "True, and by design a matter for who writes such callbacks; no program loses by it. The guard does not use them.",
+    ),
+    NotShown(
+        "F1",
+        "A plain `nn.Module` built in one thread while another builds a model of transformers",
+        "It takes the other's default dtype, and nothing can tell that construction from one that means to: torch's default "
+        "dtype is one for the process, and reading it is not seen. Hold `compile_guard.exclusive()` while building it: models "
+        "of transformers are built under the same lock.",
+    ),
+)
