@@ -22,6 +22,7 @@ from compile_guard import fork, torch_seams
 from compile_guard.entry import counted_dispatch
 from compile_guard.findings import findings, mode_from_environment
 from compile_guard.install import install
+from compile_guard.single_flight import device_of_clone
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +85,7 @@ class DeviceCache:
             compiled = self._compiled.get(device)
             if compiled is None:
                 clone = clone_function(self.function, f"{device.type}{'' if device.index is None else device.index}")
+                device_of_clone[clone.__code__] = str(device)
                 if self.options.recompile_limit is not None:
                     torch_seams.recompile_limits[clone.__code__] = self.options.recompile_limit
                 compiled = torch.compile(clone, **self.options.torch_options)

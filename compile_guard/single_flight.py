@@ -20,6 +20,9 @@ from compile_guard.events import span
 from compile_guard.findings import Finding, findings, this_thread
 from compile_guard.tracing import TRACE_LOCK
 
+device_of_clone: ByIdentity[str] = ByIdentity()
+"""The device of each clone that `compile_guard.compile` has made, by the clone's code."""
+
 
 class DynamoFrame(Protocol):
     """What Dynamo hands to its callback."""
@@ -159,15 +162,27 @@ class SingleFlight:
         return waited
 
     def _report_limit(self, code: CodeType) -> None:
+        device = device_of_clone.get(code)
+        if device is None:
+            where = "in every thread and on every device"
+            shared = "one cache for all wrappers and devices of this code object"
+            fix = "compile_guard.compile() instead of torch.compile(): each wrapper and device has a cache of its own"
+        else:
+            where = f"in every thread that calls this wrapper on {device}"
+            shared = f"this wrapper's cache for {device}, which all threads share and no other wrapper or device does"
+            fix = (
+                "a larger compile_guard.compile(recompile_limit=), or fewer kinds of input: dynamic=True, padded shapes; "
+                "TORCH_LOGS=recompiles tells what differs"
+            )
         findings.report(
             Finding(
                 code="recompile-limit",
                 subject=code.co_name,
-                title=f"`{code.co_name}` runs eager from now on, in every thread and on every device",
+                title=f"`{code.co_name}` runs eager from now on for inputs it is not compiled for, {where}",
                 now=this_thread(f"calls {code.co_name} ({code.co_filename}:{code.co_firstlineno})"),
-                shared=f"one cache for all wrappers and devices of this code object: {self._seam.limit_reason(code)}",
+                shared=f"{shared}: {self._seam.limit_reason(code)}",
                 consequence="silent eager runs for the rest of the process; flex_attention then materialises its scores",
-                fix="compile_guard.compile() instead of torch.compile(): each wrapper and device has a cache of its own",
+                fix=fix,
                 prevented=False,
             )
         )

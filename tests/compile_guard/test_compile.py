@@ -694,6 +694,10 @@ def test_limit_holds_for_each_clone_and_not_for_all(guard: Any) -> None:
     assert [found.prevented for found in limits] == [False]
     name = one.cache_info()[CPU].name
     assert limits[0].subject == name
+    assert "calls this wrapper on cpu" in limits[0].title
+    assert "2 entries, recompile_limit 2" in limits[0].shared
+    assert "instead of torch.compile" not in limits[0].fix  # it is in use already
+    assert "recompile_limit=" in limits[0].fix
     other(torch.ones(2))
     other(torch.ones(3))
     assert entries(other) == {"cpu": 2}
@@ -713,7 +717,10 @@ def test_plain_function_that_runs_into_torchs_limit_is_a_finding(guard: Any) -> 
     compiled = torch.compile(double, backend="eager", dynamic=False)
     for size in range(2, 12):
         compiled(torch.ones(size))
-    assert [(found.code, found.subject) for found in guard.findings()] == [("recompile-limit", "double")]
+    (found,) = guard.findings()
+    assert (found.code, found.subject) == ("recompile-limit", "double")
+    assert "on every device" in found.title
+    assert "compile_guard.compile() instead of torch.compile()" in found.fix
 
 
 def test_history_of_dynamic_shapes_is_not_shared_between_clones() -> None:
