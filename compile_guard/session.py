@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ class exclusive(ContextDecorator):
         return exclusive(self._what)
 
     def __enter__(self) -> None:
-        TRACE_LOCK.acquire(self._what)
+        TRACE_LOCK.acquire(self._what, frame=sys._getframe(1))
 
     def __exit__(self, *exc: object) -> None:
         TRACE_LOCK.release()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
 from compile_guard import waits
 from compile_guard.events import LOG, from_monotonic
@@ -20,7 +22,23 @@ class RLockLike(Protocol):
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
     def release(self) -> None: ...
     def _is_owned(self) -> bool: ...
+    def _release_save(self) -> Any: ...
     def _at_fork_reinit(self) -> None: ...
+
+
+ABANDONED_S = 1.0
+"""How often a waiter looks whether the hold it waits for was abandoned."""
+
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _is_over(frame: FrameType) -> bool:
+    """Whether a frame, not a generator's, has returned. One that has forgets its locals."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +60,9 @@ class LockStatistics:
 
 class TraceLock:
     """A re-entrant lock that knows its owner and what it is held for, around a given core.
+
+    Ctrl-C may strike on the first instruction of an `__exit__`, so that a `with` block ends and its lock stays taken. The frame
+    of the outermost hold is therefore remembered: when it has returned, the hold was abandoned, and whoever comes next ends it.
 
     The core may be a lock that other code already shares (torch's own compile lock): who takes the core directly still
     excludes the users of this one, only its name is not known here.
@@ -65,10 +86,14 @@ class TraceLock:
         self.on_contention: Callable[[str, int | None, str | None], None] | None = None
         """Called with (what the caller wants, owner, what the owner does) before a wait. May report."""
         self.entered = entered
-        self._leaving: Callable[[], None] | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._leaving: Callable[[], None] | None = None
+        self._abandoned: dict[int, Callable[[], None]] = {}
+        """What an owner whose hold was ended by another thread has still to call, by thread."""
+        self._ending = threading.Lock()
+        self._frame: FrameType | None = None
         self._owner: int | None = None
         self._doing: list[str] = []
         self._since = 0.0
@@ -78,15 +103,20 @@ class TraceLock:
         self._num_contended = 0
         self._waited_s = 0.0
 
-    def acquire(self, what: str = "a trace", timeout: float | None = None) -> bool:
+    def acquire(self, what: str = "a trace", timeout: float | None = None, *, frame: FrameType | None = None) -> bool:
         """Take the lock for `what`, waiting at most `timeout` seconds; True when it was taken.
+
+        Args:
+            what: what it is taken for, as others see it.
+            timeout: seconds; None waits for ever.
+            frame: the frame that gives the lock back before it returns, where there is one.
 
         Raises:
             DeadlockError: the owner waits, directly or through others, for this thread.
             FindingError: the wait stalled, and the mode is `raise`.
         """
         me = threading.get_ident()
-        if self._owner == me:
+        if self._owner == me and not self._end_abandoned():
             # The core is held once, by the outermost acquisition: an interrupt cannot leave the two counts apart. Nor may
             # one leave a hold that nobody gives back, so that there is no call here, where a signal would be handled.
             self._doing += (what,)
@@ -95,11 +125,14 @@ class TraceLock:
             had_to_wait = not self.core.acquire(blocking=False)
             if had_to_wait and not self._wait(what, timeout):
                 return False
+            if self._abandoned and (late := self._abandoned.pop(me, None)):
+                late()
             if self.entered is not None:
                 self._leaving = self.entered()
             self._since = time.monotonic()
             self._had_to_wait = had_to_wait
             self._num_acquired += 1
+            self._frame = None if frame is None or frame.f_code.co_flags & _GENERATOR else frame
             self._owner = me
             self._doing.append(what)
         except BaseException:
@@ -117,8 +150,26 @@ class TraceLock:
         finally:
             # No call before the release: an interrupt handled there would leave the core held for ever.
             self._doing = []
-            self._owner = None
+            self._frame = self._owner = None
             self.core.release()
+
+    def _end_abandoned(self) -> bool:
+        """End the present hold if the frame that had to end it has returned; whether it was so."""
+        frame, owner = self._frame, self._owner
+        # A hold that ends in the regular way forgets its frame before that returns: one that is over and still here was left.
+        if frame is None or owner is None or not _is_over(frame):
+            return False
+        with self._ending:
+            if self._frame is not frame:
+                return True  # another thread was faster
+            leaving, self._leaving = self._leaving, None
+            if leaving is not None:
+                self._abandoned[owner] = leaving  # of the owner's thread: called there, when it comes next
+            self._doing = []
+            self._frame = self._owner = None
+            # `release()` is for the owner alone. This is how `threading.Condition` lets go, and asks not who calls.
+            self.core._release_save()
+        return True
 
     def _wait(self, what: str, timeout: float | None) -> bool:
         began = time.monotonic()
@@ -127,10 +178,15 @@ class TraceLock:
             self.on_contention(what, self._owner, self.doing)
         self._num_waiting += 1
         try:
-            return waits.wait_for(lambda span: self.core.acquire(timeout=span), self.name, self._holders, timeout=timeout)
+            return waits.wait_for(self._step, self.name, self._holders, timeout=timeout)
         finally:
             self._num_waiting -= 1
             self._waited_s += time.monotonic() - began
+
+    def _step(self, span: float) -> bool:
+        if self.core.acquire(timeout=min(span, ABANDONED_S)):
+            return True
+        return self._end_abandoned() and self.core.acquire(blocking=False)
 
     def _holders(self) -> frozenset[int]:
         owner = self._owner
@@ -154,7 +210,7 @@ class TraceLock:
             LOG.emit("lock_hold", from_monotonic(since), lock=self.name, what=what, number=number, waited=waited)
 
     def __enter__(self) -> bool:
-        return self.acquire("torch.compile")
+        return self.acquire("torch.compile", frame=sys._getframe(1))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
@@ -214,6 +270,7 @@ class TraceLock:
         """
         still_held = self._doing[:-1] if self.owned() else []
         self.core._at_fork_reinit()
+        self._ending = threading.Lock()
         if still_held:
             self.core.acquire()
             self._doing = still_held
@@ -243,7 +300,7 @@ class _Hold:
 
     def __enter__(self) -> None:
         self._outermost = not self._lock.owned()
-        self._lock.acquire(self._what)
+        self._lock.acquire(self._what, frame=sys._getframe(1))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._outermost:

@@ -38,9 +38,7 @@ mirrors_of_live: list[dict[str, Any]] = []
 """Namespaces in which `LIVE` says whether any trace is alive: read on the warm path of every compiled call."""
 
 
-def _count(change: int) -> None:
-    global _num_live
-    _num_live += change
+def _mirror() -> None:
     for namespace in mirrors_of_live:
         namespace[LIVE] = _num_live > 0
 
@@ -74,19 +72,23 @@ def owned_fx_trace(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def trace(*args: Any, **kwargs: Any) -> Any:
+        global _num_live
         with TRACE_LOCK.hold("fx.Tracer.trace"), span("trace", what="fx.Tracer.trace"):
             traces = _here.traces
-            traces.append(True)
-            _count(+1)
+            # In and out without a call between, where Ctrl-C would strike and leave one of the two behind.
+            traces += (True,)
+            _num_live += 1
             try:
+                _mirror()
                 return original(*args, **kwargs)
             except RuntimeError as error:
                 if NESTED_TRACE_MESSAGE in str(error) and len(traces) == 1:
                     _explain_nested_trace(error)
                 raise
             finally:
-                _count(-1)
-                traces.pop()
+                del traces[-1]
+                _num_live -= 1
+                _mirror()
 
     return trace
 

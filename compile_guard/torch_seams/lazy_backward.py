@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import ModuleType
 from typing import Any
@@ -63,7 +64,7 @@ def _lazy_backward_of_class(patches: Patches, runtime_wrappers: ModuleType) -> N
         def _backward_impl(ctx: Any, all_args: Any) -> Any:
             if cls.compiled_bw is not None:
                 return backward_impl(ctx, all_args)
-            TRACE_LOCK.acquire("a lazy backward compile")
+            TRACE_LOCK.acquire("a lazy backward compile", frame=sys._getframe())
             if cls.compiled_bw is not None:
                 TRACE_LOCK.release()
                 return backward_impl(ctx, all_args)

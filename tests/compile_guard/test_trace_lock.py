@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dis
+import functools
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 
 from compile_guard import waits
 from compile_guard.findings import Findings, GuardError, findings
-from compile_guard.trace_lock import TraceLock
+from compile_guard.trace_lock import ABANDONED_S, TraceLock, _Hold
 from compile_guard.waits import DeadlockError
 from tests.threads import Puppet, run_in_threads, until, wait
 
@@ -220,6 +221,9 @@ class InterruptingCore:
     def _is_owned(self) -> bool:
         return bool(self._real._is_owned())  # type: ignore[attr-defined]
 
+    def _release_save(self) -> Any:
+        return self._real._release_save()  # type: ignore[attr-defined]
+
     def _at_fork_reinit(self) -> None:
         self._real._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -363,6 +367,100 @@ def test_interrupt_while_letting_go_frees_the_lock_all_the_same(lock: TraceLock)
     lock.entered = None
     assert lock.owner is None
     assert lock.depth == 0
+    assert is_free(lock)
+
+
+def interrupted_on_entering(code: CodeType, function: Callable[[], None]) -> None:
+    """Call `function` with a KeyboardInterrupt on the first instruction of `code`, where Python looks for signals as well."""
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "call" and frame.f_code is code:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return None
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            function()
+    finally:
+        sys.settrace(outer)
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        *itertools.product(["hold"], [_Hold.__exit__, TraceLock.release, TraceLock._let_go]),
+        *itertools.product(["with"], [TraceLock.__exit__, TraceLock.release, TraceLock._let_go]),
+        *itertools.product(["nested"], [_Hold.__exit__, TraceLock.release, TraceLock.__exit__, TraceLock._let_go]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__qualname__,
+)
+@pytest.mark.parametrize("who", ["the same thread", "another thread"])
+def test_a_hold_whose_exit_never_ran_is_ended_by_whoever_comes_next(
+    lock: TraceLock, how: str, place: Callable[..., Any], who: str, puppet: MakePuppet
+) -> None:
+    """`with` calls `__exit__` once: when Ctrl-C strikes on its first instruction, nothing gives the lock back."""
+    calls: list[int] = []
+    lock.entered = lambda: functools.partial(calls.append, threading.get_ident())
+
+    def hold() -> None:
+        if how == "hold":
+            with lock.hold("a trace"):
+                pass
+        elif how == "with":
+            with lock:
+                pass
+        else:
+            with lock, lock.hold("inner"):
+                pass
+
+    interrupted_on_entering(place.__code__, hold)
+    if who == "another thread":
+        # It waits one slice at most, then sees that the frame has returned.
+        assert puppet().do(functools.partial(lock.acquire, "a later trace", ABANDONED_S * 20))
+    assert lock.acquire("a later trace", timeout=0 if who == "another thread" else None) == (who == "the same thread")
+    assert lock.depth == 1
+    assert lock.doing == "a later trace"
+    if who == "the same thread":
+        lock.release()
+        assert is_free(lock)
+        # What the interrupted exit had still to call was called, and that of the later hold.
+        assert calls == [threading.get_ident()] * 2
+
+
+def test_a_hold_is_not_abandoned_while_its_frame_runs_however_long_others_wait(
+    lock: TraceLock, puppet: MakePuppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[TraceLock.__module__], "ABANDONED_S", 0.001)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def holds() -> int:
+        with lock.hold("a long trace"):
+            inside.set()
+            assert go_on.wait(60)
+            return lock.depth
+
+    holder = puppet()
+    task = holder.start(holds)
+    assert inside.wait(60)
+    assert not puppet().do(functools.partial(lock.acquire, "impatient", 0.2))
+    assert lock.owner == holder.ident
+    go_on.set()
+    assert task.result() == 1
+    assert is_free(lock)
+
+
+def test_a_hold_of_a_generator_that_stands_at_its_yield_is_not_abandoned(lock: TraceLock, puppet: MakePuppet) -> None:
+    def holds() -> Iterator[None]:
+        with lock.hold("a generator's trace"):
+            yield
+
+    generator = holds()
+    next(generator)
+    assert not puppet().do(functools.partial(lock.acquire, "impatient", ABANDONED_S * 1.5))
+    assert list(generator) == []
     assert is_free(lock)
 
 
