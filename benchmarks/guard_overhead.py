@@ -2,8 +2,9 @@
 
     python -m benchmarks.guard_overhead [--rounds 101] [--trace DIR] [--json FILE]
 
-Bare and guarded are interleaved within one process, round by round, because machines drift: the ratio and the difference
-are those of a round, and their medians are reported. A guarded round installs the guard and uses a wrapper made under it.
+Bare and guarded are interleaved within one process, round by round and each first in turn, because machines drift: the
+ratio and the difference are those of a round, and their medians are reported. A guarded sample uses a wrapper made under the
+guard.
 Cold starts need a fresh process each, bare and guarded in turn.
 """
 
@@ -27,7 +28,7 @@ import compile_guard
 
 CALLS = 2_000
 """Calls of a sample: short, so that both sides of a round see the same machine."""
-WARM_UP = 300
+WARM_UP = 1_000
 """Calls before each sample: putting the seams in or out empties CPython's inline caches."""
 WARM_THREADS = (1, 2, 4)
 COLD_THREADS = (1, 6)
@@ -80,15 +81,19 @@ def warm(rounds: int, trace: str | None) -> dict[str, Any]:
     compile_guard.uninstall()
     if trace is not None:
         os.environ["COMPILE_GUARD_TRACE"] = trace  # each `install()` opens the log, each `uninstall()` closes it
+    sides = [("bare", bare), ("install", raw), ("compile", ours)]
     rows: dict[str, Any] = {}
     for num_threads in WARM_THREADS:
-        samples: dict[str, list[float]] = {"bare": [], "install": [], "compile": []}
-        for _ in range(rounds):
-            samples["bare"].append(seconds_per_call(bare, num_threads) * 1e6)
-            compile_guard.install(mode="record")
-            samples["install"].append(seconds_per_call(raw, num_threads) * 1e6)
-            samples["compile"].append(seconds_per_call(ours, num_threads) * 1e6)
-            compile_guard.uninstall()
+        samples: dict[str, list[float]] = {name: [] for name, _ in sides}
+        for number in range(rounds):
+            first = number % len(sides)
+            for name, call in sides[first:] + sides[:first]:
+                # The seams go in and out before each sample, whichever it is: no side finds a process left more at rest.
+                compile_guard.install(mode="record")
+                if name == "bare":
+                    compile_guard.uninstall()
+                samples[name].append(seconds_per_call(call, num_threads) * 1e6)
+                compile_guard.uninstall()
         base = samples["bare"]
         rows[str(num_threads)] = {
             "bare_us": statistics.median(base),

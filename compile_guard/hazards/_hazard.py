@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -51,6 +51,8 @@ class Hazard:
     says why. `detected`: a silent effect that stays, and the finding tells of it."""
     fix: str
     """What a user changes, one sentence."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What its process needs among its environment variables before anything looks for a GPU."""
 
 
 def catalogue() -> dict[str, Hazard]:

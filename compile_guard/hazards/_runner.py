@@ -178,6 +178,7 @@ def _child(hazard: Hazard, report: Path, *, guard: bool, mirror: bool, timeout_s
         with report.open("a") as file:
             file.write(json.dumps(known) + "\n")
 
+    os.environ.update(hazard.environment)
     import torch
 
     affected = hazard.affected()

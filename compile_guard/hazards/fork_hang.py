@@ -50,8 +50,6 @@ def compile_in_a_forked_child() -> str | None:
 
 
 def trigger() -> str | None:
-    # A process that has used CUDA cannot compile in a forked child at all: that is another matter.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     compiling, forked = threading.Event(), threading.Event()
@@ -105,4 +103,6 @@ HAZARD = Hazard(
     seams=("trace_lock", "fork"),
     finding="fork-during-compile",
     fix="Install the guard, which lets a fork wait for the compile; or start processes with spawn, or before threads.",
+    # A process that has used CUDA cannot compile in a forked child at all: that is another matter.
+    environment={"CUDA_VISIBLE_DEVICES": ""},
 )
