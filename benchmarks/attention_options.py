@@ -28,6 +28,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_stages": 3, "bwd_num_warps": 4},
     {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64, "bwd_num_stages": 2, "bwd_num_warps": 8},
     {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32, "bwd_num_stages": 3, "bwd_num_warps": 4},
+    {"USE_TMA": True},
 )
 
 
