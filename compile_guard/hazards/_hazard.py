@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,8 +51,8 @@ class Hazard:
     says why. `detected`: a silent effect that stays, and the finding tells of it."""
     fix: str
     """What a user changes, one sentence."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """What its process needs among its environment variables before anything looks for a GPU."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables that its process must be started with."""
 
 
 def catalogue() -> dict[str, Hazard]:

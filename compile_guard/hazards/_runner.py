@@ -134,8 +134,10 @@ def run_once(
         arguments = [hazard.name, "--child", str(report), "--timeout", str(timeout_s)]
         arguments += ["--guard"] * guard + ["--mirror"] * mirror
         started = time.monotonic()
-        start = nursery.run if nursery is not None else _run_fresh
-        status = start(arguments, output, timeout_s)
+        if nursery is None or hazard.environment:
+            status = _run_fresh(arguments, output, timeout_s, child_environment() | hazard.environment)
+        else:
+            status = nursery.run(arguments, output, timeout_s)
         said = output.read_text(errors="replace")
         known: dict[str, Any] = {}
         for line in report.read_text().splitlines():
@@ -153,12 +155,12 @@ def run_once(
     return Iteration(**known | {"ended": "crashed", "occurred": how, "stacks": said})
 
 
-def _run_fresh(arguments: Sequence[str], output: Path, timeout_s: float) -> int | None:
+def _run_fresh(arguments: Sequence[str], output: Path, timeout_s: float, environment: dict[str, str]) -> int | None:
     """As `Nursery.run`, in a Python of its own."""
     command = [sys.executable, "-X", "faulthandler", "-m", "compile_guard.hazards", *arguments]
     with output.open("ab") as file:
         # A session of its own: whatever the trigger forked or started ends with it.
-        child = subprocess.Popen(command, env=child_environment(), stdout=file, stderr=file, start_new_session=True)
+        child = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:
             return child.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -178,7 +180,6 @@ def _child(hazard: Hazard, report: Path, *, guard: bool, mirror: bool, timeout_s
         with report.open("a") as file:
             file.write(json.dumps(known) + "\n")
 
-    os.environ.update(hazard.environment)
     import torch
 
     affected = hazard.affected()

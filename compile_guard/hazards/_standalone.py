@@ -45,7 +45,7 @@ def standalone(hazard: Hazard) -> str:
     threads = inspect.getsource(_threads).split('"""', 2)[2].strip("\n")
     entry = ["\n".join(line for line in imports if line not in threads.splitlines())]
     if hazard.environment:
-        entry.append(f"import os\n\nos.environ.update({dict(hazard.environment)!r})")
+        entry.append(f"import os\n\nos.environ.update({hazard.environment!r})")
     entry += [text_of(statement) for name, statement in statements.items() if name in needed]
     tail = 'if __name__ == "__main__":\n    print(trigger() or "did not occur")\n'
     return f'"""{head}\n"""\n\n' + "\n\n\n".join([threads, *filter(None, entry), tail])
