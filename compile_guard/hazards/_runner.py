@@ -90,6 +90,9 @@ class Pair:
     hazard: Hazard
     bare: Iteration
     guarded: Iteration
+    """The first that was not safe, else the first."""
+    num_guarded: int = 1
+    num_safe: int = 1
 
     @property
     def verdict(self) -> Verdict:
@@ -248,12 +251,18 @@ def _unhealthy(original_call: object) -> list[str]:
 
 
 def run_pairs(
-    hazards: Sequence[Hazard], *, jobs: int, timeout_s: float, progress: Callable[[int, int, Hazard], None]
+    hazards: Sequence[Hazard],
+    *,
+    jobs: int,
+    timeout_s: float,
+    progress: Callable[[int, int, Hazard], None],
+    num_guarded: int = 1,
 ) -> list[Pair]:
     """Run hazards without and with the guard, `jobs` at a time, in children forked from warm parents where that is safe.
 
     Args:
         progress: called as (number done, number of all, hazard just done), in the thread that ran it.
+        num_guarded: runs of each with the guard.
 
     Raises:
         ChildProcessError: a warm parent died.
@@ -272,11 +281,12 @@ def run_pairs(
                     bare = run_once(hazard, timeout_s=timeout_s, nursery=nursery)
                     if not bare.affected or bare.occurred is not None or bare.ended == "cannot run":
                         break
-                guarded = bare
+                guarded = [bare]
                 if bare.ended != "cannot run":
-                    guarded = run_once(hazard, guard=True, timeout_s=timeout_s, nursery=nursery)
+                    guarded = [run_once(hazard, guard=True, timeout_s=timeout_s, nursery=nursery) for _ in range(num_guarded)]
                 progress(next(done), len(hazards), hazard)
-                return Pair(hazard, bare, guarded)
+                unsafe = [result for result in guarded if result.exit_code(hazard) == OCCURRED]
+                return Pair(hazard, bare, [*unsafe, *guarded][0], len(guarded), len(guarded) - len(unsafe))
             finally:
                 nurseries.put(nursery)
 
@@ -337,7 +347,13 @@ def run_entry(hazard: Hazard, arguments: argparse.Namespace) -> int:
 
 def run_table(arguments: argparse.Namespace) -> int:
     """Run every entry without and with the guard, and print the table that docs/hazards.md shows for this torch."""
-    rows = run_pairs(list(catalogue().values()), jobs=arguments.jobs, timeout_s=arguments.timeout, progress=show_progress)
+    rows = run_pairs(
+        list(catalogue().values()),
+        jobs=arguments.jobs,
+        timeout_s=arguments.timeout,
+        progress=show_progress,
+        num_guarded=arguments.iterations,
+    )
     if arguments.json:
         entries = [
             {
@@ -346,6 +362,9 @@ def run_table(arguments: argparse.Namespace) -> int:
                 "affected": pair.bare.affected,
                 "bare": pair.bare.cell(pair.hazard),
                 "guarded": pair.guarded.cell(pair.hazard),
+                "guarded_runs": pair.num_guarded,
+                "guarded_safe": pair.num_safe,
+                **({} if pair.verdict != "open" else {"fault": asdict(pair.guarded)}),
             }
             for pair in rows
         ]
@@ -358,7 +377,8 @@ def run_table(arguments: argparse.Namespace) -> int:
         for pair in rows:
             affected = {True: "yes", False: "no", None: "?"}[pair.bare.affected]
             cells = [pair.hazard.id, pair.hazard.title, f"`repro/{pair.hazard.name}.py`", affected]
-            print(f"| {' | '.join([*cells, pair.bare.cell(pair.hazard), pair.guarded.cell(pair.hazard)])} |")
+            runs = f" {pair.num_safe}/{pair.num_guarded}" * (pair.num_guarded > 1)
+            print(f"| {' | '.join([*cells, pair.bare.cell(pair.hazard), pair.guarded.cell(pair.hazard) + runs])} |")
     return OCCURRED if any(pair.verdict == "open" for pair in rows) else SAFE
 
 
@@ -371,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("name", nargs="?", help="entry of the catalogue; none with --table or --list")
     parser.add_argument("--guard", action="store_true", help="install compile_guard in the child first")
-    parser.add_argument("--iterations", type=int, default=1, metavar="N", help="child processes to run (1)")
+    parser.add_argument("--iterations", type=int, default=1, metavar="N", help="runs; with --table, those with the guard (1)")
     parser.add_argument("--timeout", type=float, default=90.0, metavar="S", help="seconds a child may take (90)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--standalone", action="store_true", help="print the trigger as one self-contained file")

@@ -17,7 +17,8 @@ import pytest
 
 from compile_guard import cli, doctor
 from compile_guard.doctor import Diagnosis, chosen, closing_line
-from compile_guard.hazards import catalogue
+from compile_guard.hazards import _runner, catalogue
+from compile_guard.hazards._hazard import Hazard
 from compile_guard.hazards._nursery import Nursery
 from compile_guard.hazards._runner import Iteration, Pair, child_environment, run_once
 
@@ -99,6 +100,15 @@ def test_hazards_are_chosen_by_id_or_name() -> None:
 )
 def test_verdict(bare: Iteration, guarded: Iteration, verdict: str) -> None:
     assert Pair(HAZARD, bare, guarded).verdict == verdict
+
+
+def test_of_several_runs_with_the_guard_the_unsafe_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded = iter([SAFE_RUN, replace(OCCURRED, occurred="the second time"), SAFE_RUN])
+    monkeypatch.setattr(_runner, "run_once", lambda hazard, guard=False, **_: next(guarded) if guard else OCCURRED)
+    progress: list[tuple[int, int, Hazard]] = []
+    [pair] = _runner.run_pairs([HAZARD], jobs=1, timeout_s=60, progress=lambda *told: progress.append(told), num_guarded=3)
+    assert (pair.guarded.occurred, pair.num_safe, pair.num_guarded, pair.verdict) == ("the second time", 2, 3, "open")
+    assert progress == [(1, 1, HAZARD)]
 
 
 def diagnosis(id: str, verdict: Any) -> Diagnosis:
