@@ -49,6 +49,8 @@ class StepRecord:
     """Part of the target threads' time spent waiting, for the reader or for room, since the start."""
     drafter_wait: float = dataclasses.field(metadata=_show("{:.0%}"))
     """Part of the drafter threads' time spent waiting for hidden states, since the start."""
+    step_s: float = dataclasses.field(metadata=_show("{:.3f}", " s"))
+    """Seconds since the step before."""
     memory_gib: float = dataclasses.field(metadata=_show("{:.1f}", " GiB"))
     """Largest peak among the GPUs; without one, of the process."""
     bad_steps: int = dataclasses.field(metadata=_show("{}"))

@@ -36,7 +36,7 @@ from dflash_train.checkpoint import (
     read_checkpoint,
     write,
 )
-from dflash_train.config import ConfigError, RunConfig
+from dflash_train.config import ConfigError, RunConfig, TargetConfig
 from dflash_train.config_files import dump_config
 from dflash_train.data import MANIFEST, Documents
 from dflash_train.losses import LossSums, add_sums
@@ -62,6 +62,8 @@ from dflash_train.tiny_data import make_tiny_data
 from dflash_train.vocabulary import Vocabulary
 
 Report = Callable[[str], None]
+LoadTarget = Callable[[TargetConfig, Sequence[int], torch.device], Target]
+"""Makes the target of a device: settings, layers to tap, device."""
 
 
 class TrainingError(RuntimeError):
@@ -81,7 +83,15 @@ class Outcome:
     """Of the guard, from the end of the warm-up on."""
 
 
-def train(config: RunConfig, run: Path, *, resume: bool = False, log: Sequence[str] = (), report: Report = print) -> Outcome:
+def train(
+    config: RunConfig,
+    run: Path,
+    *,
+    resume: bool = False,
+    log: Sequence[str] = (),
+    report: Report = print,
+    load: LoadTarget = load_target,
+) -> Outcome:
     """Train a drafter into the folder `run`; returns when the last step is saved, or after a signal, having saved.
 
     Call it from the main thread. Under `torchrun` every process calls it alike.
@@ -92,6 +102,7 @@ def train(config: RunConfig, run: Path, *, resume: bool = False, log: Sequence[s
         resume: go on from the last complete checkpoint in it, if there is one.
         log: further loggers, by the names that `metrics.open_logger` takes.
         report: told what a person should read.
+        load: makes the target of each device, for one that does not come from disk.
 
     Raises:
         ConfigError: the settings do not fit the target, the data, the machine or the checkpoint.
@@ -101,7 +112,7 @@ def train(config: RunConfig, run: Path, *, resume: bool = False, log: Sequence[s
     compile_guard.install()
     hosts = Hosts()
     with StopSignals() as signals:
-        outcome = _Run(config, run, hosts, signals, report if hosts.rank == 0 else _say_nothing).execute(resume, log)
+        outcome = _Run(config, run, hosts, signals, report if hosts.rank == 0 else _say_nothing, load).execute(resume, log)
     hosts.close()
     return outcome
 
@@ -137,12 +148,15 @@ class StopSignals:
 class _Run:
     """One call of `train`."""
 
-    def __init__(self, config: RunConfig, run: Path, hosts: Hosts, signals: StopSignals, report: Report) -> None:
+    def __init__(
+        self, config: RunConfig, run: Path, hosts: Hosts, signals: StopSignals, report: Report, load: LoadTarget
+    ) -> None:
         self.config = config
         self.run = run
         self.hosts = hosts
         self.signals = signals
         self.report = report
+        self.load = load
         self.target_devices = parse_devices(config.train.target_devices, "target")
         self.drafter_devices = parse_devices(config.train.drafter_devices, "drafter")
         num_drafters = len(self.drafter_devices)
@@ -225,7 +239,7 @@ class _Run:
         loaded: dict[torch.device, Target] = {}
         for device in self.target_devices:
             if device not in loaded:
-                loaded[device] = load_target(config.target, config.drafter.taps, device)
+                loaded[device] = self.load(config.target, config.drafter.taps, device)
                 loaded[device].check(config.drafter)
         self.targets = [loaded[device] for device in self.target_devices]
         data = self._load_data(self.targets[0])
@@ -436,6 +450,7 @@ class _Run:
             drafter_tok_s=(tokens - before[1]) / spent,
             target_wait=_mean_share(clocks, "target"),
             drafter_wait=_mean_share(clocks, "drafter"),
+            step_s=spent,
             memory_gib=peak_memory_gib([*self.target_devices, *self.drafter_devices]),
             bad_steps=progress.bad_steps,
             epoch=self.source.epoch(progress.place),
