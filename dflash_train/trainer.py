@@ -40,7 +40,7 @@ from dflash_train.config import ConfigError, RunConfig, TargetConfig
 from dflash_train.config_files import dump_config
 from dflash_train.data import MANIFEST, Documents
 from dflash_train.losses import LossSums, add_sums
-from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib, summarise
+from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib
 from dflash_train.packing import PackedDocuments
 from dflash_train.pipeline import (
     Clock,
@@ -57,6 +57,7 @@ from dflash_train.pipeline import (
     with_states,
 )
 from dflash_train.replica import Replica, learning_rate
+from dflash_train.summary import summarise
 from dflash_train.targets import Target, load_target
 from dflash_train.tiny_data import make_tiny_data
 from dflash_train.vocabulary import Vocabulary
@@ -339,6 +340,7 @@ class _Run:
         self._began = self._step_ended = time.perf_counter()
         self._first_step = self.progress.step
         self._counted = (0, 0)
+        self._lock_waited_s = compile_guard.trace_lock.statistics().waited_s
         self.crew.start()
         while not self.crew.wait(1.0):
             if time.perf_counter() - self._step_ended > self.config.train.stall_seconds:
@@ -501,7 +503,8 @@ class _Run:
         self.writer.close()
         if cause is None:
             if self.hosts.rank == 0:
-                summarise(self.run, self.crew.clocks, self.findings, self.report)
+                waited = compile_guard.trace_lock.statistics().waited_s - self._lock_waited_s
+                summarise(self.run, self.crew.clocks, self.findings, waited, self.report)
             return
         saved = self._save_after_failure(stuck)
         thread = f"thread {self.crew.failed}" if self.crew.failed else "the run"
