@@ -498,7 +498,7 @@ class _Run:
         cause = self.crew.cause
         try:
             self.writer.wait()
-        except (OSError, SafetensorError, TimeoutError) as error:
+        except (OSError, SafetensorError, TimeoutError, RuntimeError) as error:  # the last: a host is gone
             cause = cause or error
         self.writer.close()
         if cause is None:
@@ -517,12 +517,15 @@ class _Run:
         last = f"{kept[-1].name} is complete; --resume goes on from it" if kept else "No checkpoint was complete yet"
         if (kept and kept[-1].name == f"step-{self.progress.step:06d}") or self.progress.step == 0:
             return last
-        if self.hosts.size > 1:
-            return f"Other hosts may stand elsewhere, so nothing was saved now. {last}"
         if stuck or not self._consistent:
             return f"The drafters stand at different steps, so nothing was saved now. {last}"
+        if self.hosts.size > 1 and not self._alike:
+            return f"Each host has drafters of its own, and not all may be there, so nothing was saved now. {last}"
+        if self.hosts.rank > 0:
+            return f"Rank 0 has the same step, and saves it. {last}"
         try:
-            write(self.run, self._snapshot(), self.hosts, self.config.train.keep_last)
+            # All drafters are alike, here and elsewhere: nobody else is needed, nor waited for.
+            write(self.run, self._snapshot(), Hosts(alone=True), self.config.train.keep_last)
         except (OSError, SafetensorError, RuntimeError) as error:  # a GPU that failed may refuse the copy as well
             return f"Saving failed too ({error}). {last}"
         return f"Step {self.progress.step} was saved; --resume goes on from it"
