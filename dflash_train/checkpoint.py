@@ -241,7 +241,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         meta = _read_meta(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / META} cannot be read: {error}") from error
+        raise ConfigError(f"{path / META} cannot be read: {error}; delete {path.name}, and an earlier one is taken") from error
     if meta.get("version") != VERSION:
         raise ConfigError(f"{path} is of version {meta.get('version')!r}, this program reads {VERSION}")
     values: dict[str, Any] = {}

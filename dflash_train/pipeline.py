@@ -510,7 +510,7 @@ def parse_devices(text: str, role: str) -> list[torch.device]:
             raise ConfigError(f"{role_name} is {text!r}; write GPUs as 0-4 or 0,2, or names such as cpu,cpu or cuda:0,cuda:0")
     missing = sorted({str(d) for d in devices if d.type == "cuda" and (d.index or 0) >= num_gpus})
     if missing:
-        raise ConfigError(f"{role_name} names {', '.join(missing)}, but this machine has {num_gpus} GPUs")
+        raise ConfigError(f"{role_name} names {', '.join(missing)}, but this machine has {num_gpus} GPUs; name those, or cpu")
     return devices
 
 

@@ -65,8 +65,8 @@ def summarise(
     }
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
     report(
-        f"acceptance, teacher-forced (not decoded): {acceptance['trained']:.2f} drafts a block over the last {len(last)} steps; "
-        f"of the untrained drafter, at the first step: {acceptance['untrained']:.2f}"
+        f"acceptance, teacher-forced (not decoded): {acceptance['trained']:.2f} drafts a block over the last {len(last)} "
+        f"steps; of the untrained drafter, at the first step: {acceptance['untrained']:.2f}"
     )
     report(
         f"findings after the warm-up: {', '.join(findings) or 'none'}; all threads together waited {lock_s:.1f} s for the lock "

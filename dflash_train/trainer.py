@@ -221,7 +221,10 @@ class _Run:
         )
 
     def _choose_checkpoint(self, resume: bool) -> Checkpoint | None:
-        self.run.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.run} cannot be made: {error.strerror}; give another folder as -o DIR") from error
         kept = checkpoints(self.run)
         if kept and not resume:
             raise ConfigError(f"{self.run} has {kept[-1].name} already; pass --resume to go on, or another -o DIR")
