@@ -122,6 +122,7 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="RUN", help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint, if there is one")
     parser.add_argument("--log", action="append", default=[], choices=LOGGERS, help="besides metrics.jsonl")
+    parser.add_argument("--no-live", dest="live", action="store_false", help="lines alone, also on a terminal with rich")
 
 
 def _add_run_settings(parser: argparse.ArgumentParser) -> None:
@@ -165,6 +166,7 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from dflash_train.live import can_show
     from dflash_train.trainer import TrainingError, train
 
     config = _run_settings(options)
@@ -173,7 +175,8 @@ def _train(options: argparse.Namespace) -> int:
         print(message, file=sys.stderr, flush=True)
 
     try:
-        outcome = train(config, options.output, resume=options.resume, log=options.log, report=report)
+        live = options.live and can_show()
+        outcome = train(config, options.output, resume=options.resume, log=options.log, report=report, live=live)
     except TrainingError as error:
         print(f"dflash-train: {error}", file=sys.stderr)
         return 1

@@ -41,6 +41,8 @@ class Clock:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ident = 0
+        self.now = ""
+        """Kind of the block that the thread is in; empty between blocks."""
         # All kinds from the start: others read while this thread counts.
         self.seconds = dict.fromkeys(("compute", "wait", "copy", "sync"), 0.0)
         self.spans: list[tuple[str, float, float]] = []
@@ -49,10 +51,12 @@ class Clock:
     def __call__(self, kind: str) -> Iterator[None]:
         """Count the block as this kind of time."""
         began = time.perf_counter()
+        self.now = kind
         try:
             yield
         finally:
             ended = time.perf_counter()
+            self.now = ""
             self.seconds[kind] += ended - began
             if len(self.spans) < self.MAX_SPANS:
                 self.spans.append((kind, began, ended))

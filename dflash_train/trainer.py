@@ -39,6 +39,7 @@ from dflash_train.checkpoint import (
 from dflash_train.config import ConfigError, RunConfig, TargetConfig
 from dflash_train.config_files import dump_config
 from dflash_train.data import MANIFEST, Documents
+from dflash_train.live import Lane, LiveView
 from dflash_train.losses import LossSums, add_sums
 from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib
 from dflash_train.packing import PackedDocuments
@@ -92,6 +93,7 @@ def train(
     log: Sequence[str] = (),
     report: Report = print,
     load: LoadTarget = load_target,
+    live: bool = False,
 ) -> Outcome:
     """Train a drafter into the folder `run`; returns when the last step is saved, or after a signal, having saved.
 
@@ -104,6 +106,7 @@ def train(
         log: further loggers, by the names that `metrics.open_logger` takes.
         report: told what a person should read.
         load: makes the target of each device, for one that does not come from disk.
+        live: draw a table of all threads on the terminal while steps are done (needs rich).
 
     Raises:
         ConfigError: the settings do not fit the target, the data, the machine or the checkpoint.
@@ -113,7 +116,8 @@ def train(
     compile_guard.install()
     hosts = Hosts()
     with StopSignals() as signals:
-        outcome = _Run(config, run, hosts, signals, report if hosts.rank == 0 else _say_nothing, load).execute(resume, log)
+        started = _Run(config, run, hosts, signals, report if hosts.rank == 0 else _say_nothing, load)
+        outcome = started.execute(resume, log, live=live and hosts.rank == 0)
     hosts.close()
     return outcome
 
@@ -177,6 +181,7 @@ class _Run:
         self._consistent = True
         """Whether all drafters stand between the same two steps."""
         self._accepted: list[float] = []
+        self._latest: StepRecord | None = None
         self._combined = Meeting(num_drafters, self._combine)
         self._closed = Meeting(num_drafters, self._close_step)
         # Not the second one: who has met to combine goes on to the end of the step, whatever failed elsewhere.
@@ -184,7 +189,7 @@ class _Run:
 
     # Preparation: in the main thread.
 
-    def execute(self, resume: bool, log: Sequence[str]) -> Outcome:
+    def execute(self, resume: bool, log: Sequence[str], live: bool) -> Outcome:
         """The whole run."""
         checkpoint = self._choose_checkpoint(resume)
         self.hosts.agree("number of drafter devices", self.topology.drafters_here)
@@ -204,7 +209,7 @@ class _Run:
         stop_listening = compile_guard.findings.listen(self._note_finding)
         try:
             with compile_guard.sealed():
-                self._train()
+                self._train(live)
         finally:
             stop_listening()
             for logger in self.loggers:
@@ -333,7 +338,7 @@ class _Run:
 
     # The run: main thread and crew.
 
-    def _train(self) -> None:
+    def _train(self, live: bool) -> None:
         dtype = getattr(torch, self.config.train.dtype)
         self.pipeline = Pipeline(
             self.crew, self.source, self.targets, self.drafter_devices, dtype, self.config.train.prefetch
@@ -344,14 +349,25 @@ class _Run:
         self._first_step = self.progress.step
         self._counted = (0, 0)
         self._lock_waited_s = compile_guard.trace_lock.statistics().waited_s
-        self.crew.start()
-        while not self.crew.wait(1.0):
-            if time.perf_counter() - self._step_ended > self.config.train.stall_seconds:
-                dump_stacks()
-                self.crew.stop("watchdog", TimeoutError(f"no step ended within {self.config.train.stall_seconds:.0f} s"))
-                break
-        stuck = self.crew.join()
+        with LiveView(self._lanes(), lambda: self._latest).show() if live else nullcontext():
+            self.crew.start()
+            while not self.crew.wait(1.0):
+                if time.perf_counter() - self._step_ended > self.config.train.stall_seconds:
+                    dump_stacks()
+                    self.crew.stop("watchdog", TimeoutError(f"no step ended within {self.config.train.stall_seconds:.0f} s"))
+                    break
+            stuck = self.crew.join()
         self._finish(stuck)
+
+    def _lanes(self) -> list[Lane]:
+        counts = {f"target-{i}": (self.pipeline.target_tokens, i) for i in range(len(self.targets))}
+        counts |= {f"drafter-{i}": (self._tokens, i) for i in range(len(self.replicas))}
+        devices = dict(zip(counts, map(str, [*self.target_devices, *self.drafter_devices]), strict=True))
+        clocks = {clock.name: clock for clock in self.crew.clocks}
+        return [
+            Lane(clock=clocks[name], device=devices[name], tokens=lambda tokens=tokens, i=i: tokens[i])  # type: ignore[misc]
+            for name, (tokens, i) in counts.items()
+        ]
 
     def _run_drafter(self, index: int, clock: Clock) -> None:
         replica, channel = self.replicas[index], self.pipeline.channels[index]
@@ -462,6 +478,7 @@ class _Run:
             saved=self.last_saved,
             eta_s=(now - self._began) / max(1, done) * (train.steps - progress.step),
         )
+        self._latest = record
         for logger in self.loggers:
             logger.log(vars(record))
         if progress.step % train.log_every == 0 or self._leaving or progress.bad_in_a_row:
