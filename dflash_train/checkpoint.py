@@ -270,6 +270,7 @@ _MEANING = {
     "target": "it must hold the same model: the drafter was trained on its hidden states",
     "anchors": "other numbers of anchors are drawn from here on",
     "loss": "the objective changes here, and losses before and after do not compare",
+    "data.hidden": "they must be hidden states of the same target",
     "data": "the rows must be the same; they go on from the same place",
     "train.steps": "the learning rate follows the schedule of the new length",
     "train.learning_rate": "the schedule goes on with the new peak",

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from compile_guard import Worker
 from dflash_train.anchors import Anchors, draw_anchors
 from dflash_train.config import ConfigError, RunConfig
 from dflash_train.packing import PackedDocuments, PackedRows, RowSampler
-from dflash_train.targets import Target, TargetStates
+from dflash_train.targets import TargetStates
 
 T = TypeVar("T")
 JOIN_S = 30.0
@@ -344,6 +344,17 @@ class Source:
         return Batch(step=step, rows=rows, anchors=anchors, num_tokens=int((rows.documents >= 0).sum()))
 
 
+class StatesMaker(Protocol):
+    """A target, or what stands for one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it makes states."""
+
+    def states_of(self, rows: PackedRows) -> TargetStates:
+        """The hidden states of rows on its device."""
+
+
 class Pipeline:
     """Reader and target threads of a crew, and the channels to its drafters.
 
@@ -360,7 +371,7 @@ class Pipeline:
         self,
         crew: Crew,
         source: Source,
-        targets: Sequence[Target],
+        targets: Sequence[StatesMaker],
         devices: Sequence[torch.device],
         dtype: torch.dtype,
         prefetch: int,
@@ -386,7 +397,7 @@ class Pipeline:
                 self._requests.put(number, batch)
         self._requests.finish(len(self._source))
 
-    def _run_target(self, index: int, target: Target, clock: Clock) -> None:
+    def _run_target(self, index: int, target: StatesMaker, clock: Clock) -> None:
         while True:
             with clock("wait"):
                 request = self._requests.get()
@@ -403,7 +414,7 @@ class Pipeline:
                 self.channels[drafter].put(number // len(self.channels), batch)
 
 
-def with_states(batch: Batch, target: Target) -> Batch:
+def with_states(batch: Batch, target: StatesMaker) -> Batch:
     """The batch with its hidden states, on the target's device."""
     device = target.device
     if device.type != "cuda":
@@ -415,7 +426,7 @@ def with_states(batch: Batch, target: Target) -> Batch:
             rows = batch.rows.to(device)
         stream.wait_stream(side)
         _keep_for(stream, rows)
-    return replace(batch, states=target.states(rows.tokens, rows.documents, rows.positions))
+    return replace(batch, states=target.states_of(rows))
 
 
 _side_streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}

@@ -36,9 +36,10 @@ from dflash_train.checkpoint import (
     read_checkpoint,
     write,
 )
-from dflash_train.config import ConfigError, RunConfig, TargetConfig
+from dflash_train.config import ConfigError, RunConfig
 from dflash_train.config_files import dump_config
 from dflash_train.data import MANIFEST, Documents
+from dflash_train.hidden_cache import CachedTarget
 from dflash_train.live import Lane, LiveView
 from dflash_train.losses import LossSums, add_sums
 from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib
@@ -59,13 +60,11 @@ from dflash_train.pipeline import (
 )
 from dflash_train.replica import Replica, learning_rate
 from dflash_train.summary import summarise
-from dflash_train.targets import Target, load_target
+from dflash_train.targets import LoadTarget, Target, load_target
 from dflash_train.tiny_data import make_tiny_data
 from dflash_train.vocabulary import Vocabulary
 
 Report = Callable[[str], None]
-LoadTarget = Callable[[TargetConfig, Sequence[int], torch.device], Target]
-"""Makes the target of a device: settings, layers to tap, device."""
 
 
 class TrainingError(RuntimeError):
@@ -245,13 +244,14 @@ class _Run:
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
         config = self.config
-        loaded: dict[torch.device, Target] = {}
+        loaded: dict[torch.device, Target | CachedTarget] = {}
+        documents = Documents(Path(config.data.path)) if config.data.path else None
         for device in self.target_devices:
             if device not in loaded:
-                loaded[device] = self.load(config.target, config.drafter.taps, device)
+                loaded[device] = self._load_target(documents, device)
                 loaded[device].check(config.drafter)
         self.targets = [loaded[device] for device in self.target_devices]
-        data = self._load_data(self.targets[0])
+        data = self._pack(documents or self._make_data(self.targets[0]))
         dtype = getattr(torch, config.train.dtype)
         vocabularies: dict[torch.device, Vocabulary] = {}
         for device in self.drafter_devices:
@@ -282,20 +282,26 @@ class _Run:
             f"{config.data.row_length} tokens a step; {self.progress.data}"
         )
 
-    def _load_data(self, target: Target) -> PackedDocuments:
-        folder = Path(self.config.data.path)
-        if not self.config.data.path:
-            if self.config.target.path != "tiny":
-                raise ConfigError("data.path is empty; name a folder that `dflash-train prepare` wrote")
-            folder = self.run / "data"
-            if self.hosts.rank == 0 and not (folder / MANIFEST).is_file():
-                make_tiny_data(target, folder, seed=self.config.target.seed)
-            self.hosts.wait()
-        documents = Documents(folder)
+    def _load_target(self, documents: Documents | None, device: torch.device) -> Target | CachedTarget:
+        if not self.config.data.hidden:
+            return self.load(self.config.target, self.config.drafter.taps, device)
+        assert documents is not None  # the config sees to it
+        return CachedTarget(Path(self.config.data.hidden), self.config, documents, device)
+
+    def _make_data(self, target: Target | CachedTarget) -> Documents:
+        if self.config.target.path != "tiny" or not isinstance(target, Target):
+            raise ConfigError("data.path is empty; name a folder that `dflash-train prepare` wrote")
+        folder = self.run / "data"
+        if self.hosts.rank == 0 and not (folder / MANIFEST).is_file():
+            make_tiny_data(target, folder, seed=self.config.target.seed)
+        self.hosts.wait()
+        return Documents(folder)
+
+    def _pack(self, documents: Documents) -> PackedDocuments:
         manifest = documents.manifest
         if manifest.vocab_size > self.config.drafter.vocab_size:
             raise ConfigError(
-                f"{folder} was made by a tokenizer of {manifest.vocab_size} ids, more than drafter.vocab_size = "
+                f"the data was made by a tokenizer of {manifest.vocab_size} ids, more than drafter.vocab_size = "
                 f"{self.config.drafter.vocab_size}; it belongs to another target"
             )
         data = PackedDocuments(documents, self.config.data.row_length)
