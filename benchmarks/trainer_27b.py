@@ -47,7 +47,7 @@ DRAFTER_TINY = [
 ]  # fmt: skip
 
 
-def make_target(config: TargetConfig, layer_ids: Sequence[int], device: torch.device) -> Target:
+def make_target(config: TargetConfig, layer_ids: Sequence[int], *devices: torch.device) -> Target:
     """Random weights, made where they stay."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -56,7 +56,7 @@ def make_target(config: TargetConfig, layer_ids: Sequence[int], device: torch.de
     torch.set_default_dtype(getattr(torch, config.dtype))
     torch.manual_seed(0)
     try:
-        with device:
+        with devices[0]:
             model: Any = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(SIZES if CUDA else TINY)))
     finally:
         torch.set_default_dtype(before)

@@ -160,11 +160,10 @@ def _add_cache_hidden(commands: Any) -> None:
 
 def _cache_hidden(options: argparse.Namespace) -> None:
     from dflash_train.hidden_cache import cache_hidden
-    from dflash_train.pipeline import parse_devices
+    from dflash_train.pipeline import target_groups
 
     config = _run_settings(options)
-    devices = parse_devices(config.train.target_devices, "target")
-    cache_hidden(config, options.output, devices, _talk, size_only=options.size_only)
+    cache_hidden(config, options.output, target_groups(config), _talk, size_only=options.size_only)
     if not options.size_only:
         print(options.output)
 

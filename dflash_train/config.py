@@ -61,8 +61,14 @@ class TargetConfig:
     """Type of the frozen weights, and of the hidden states that the target hands out."""
     trust_remote_code: bool = False
     """Run Python that comes with the model's folder. Off: such a folder is refused by `transformers`."""
+    spread: int = 1
+    """Devices that hold one copy together, layer by layer, for a target that one has no room for: with 2, target devices
+    0-3 are two target threads."""
     seed: int = 0
     """Seed of the `tiny` target's weights; unused otherwise."""
+
+    def __post_init__(self) -> None:
+        _require(self.spread >= 1, f"target.spread must be at least 1, got {self.spread}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,7 +89,7 @@ def predict_size(config: RunConfig, documents: Documents, shard_bytes: int = SHA
 def cache_hidden(
     config: RunConfig,
     folder: Path,
-    devices: Sequence[torch.device],
+    groups: Sequence[tuple[torch.device, ...]],
     report: Callable[[str], None],
     *,
     size_only: bool = False,
@@ -101,10 +101,10 @@ def cache_hidden(
     Args:
         config: of the runs that will train from it: target, taps, data.
         folder: where to.
-        devices: one copy of the target on each.
+        groups: one copy of the target on the devices of each.
         report: told the size before anything is loaded, then each file.
         size_only: tell the size, and no more.
-        load: makes the target of each device.
+        load: makes each target.
         shard_bytes: size of a file, about.
 
     Raises:
@@ -146,8 +146,8 @@ def cache_hidden(
     folder.mkdir(parents=True, exist_ok=True)
     _claim(folder, manifest)
     targets: queue.SimpleQueue[Target] = queue.SimpleQueue()
-    for device in devices:
-        target = load(config.target, config.drafter.taps, device)
+    for group in groups:
+        target = load(config.target, config.drafter.taps, *group)
         target.check(config.drafter)
         targets.put(target)
 
@@ -161,7 +161,7 @@ def cache_hidden(
             targets.put(target)
         report(f"{folder / _shard(number)}: documents {size.shards[number].start} … {size.shards[number].stop - 1}")
 
-    with ThreadPoolExecutor(len(devices), thread_name_prefix="target") as pool:
+    with ThreadPoolExecutor(len(groups), thread_name_prefix="target") as pool:
         for future in [pool.submit(make, number) for number in range(len(size.shards)) if number not in done]:
             future.result()
     vocabulary = targets.get().vocabulary()

@@ -529,6 +529,20 @@ def parse_devices(text: str, role: str) -> list[torch.device]:
     return devices
 
 
+def target_groups(config: RunConfig) -> list[tuple[torch.device, ...]]:
+    """The devices of each target thread: one, or the `target.spread` that hold its target together.
+
+    Raises:
+        ConfigError: no such device, or their number does not come out even.
+    """
+    devices, each = parse_devices(config.train.target_devices, "target"), config.target.spread
+    if len(devices) % each:
+        raise ConfigError(
+            f"target.spread is {each}, but train.target_devices has {len(devices)} devices; give a multiple of {each}"
+        )
+    return [tuple(devices[i : i + each]) for i in range(0, len(devices), each)]
+
+
 __all__ = [
     "Batch",
     "Channel",
@@ -543,5 +557,6 @@ __all__ = [
     "hand_over",
     "parse_devices",
     "receive",
+    "target_groups",
     "with_states",
 ]

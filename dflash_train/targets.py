@@ -7,10 +7,10 @@ found out by trying it on a few tokens at loading, never by its name or by the v
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from dflash_train.chat_tokenizers import ByteTokenizer
 from dflash_train.config import ConfigError, DrafterConfig, TargetConfig
 from dflash_train.model_files import TargetError, model_place
 from dflash_train.packing import PackedRows
+from dflash_train.spread import spread
 from dflash_train.vocabulary import Vocabulary
 
 # `transformers` patches torch's initialisers and default dtype while it builds a model, for the whole process.
@@ -62,7 +63,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Where the weights are; of a target on several devices, the first, where it takes and gives tensors."""
         return self._embedding.device
 
     @property
@@ -135,7 +136,8 @@ class Target:
         self._captured.states = {}
         try:
             final = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-            taps = torch.cat([final[..., :0], *(self._captured.states[i] for i in self.layer_ids)], dim=-1)
+            tapped = [self._captured.states[i].to(final.device) for i in self.layer_ids]
+            taps = torch.cat([final[..., :0], *tapped], dim=-1)
         finally:
             self._captured.states = None
         return TargetStates(taps=taps, final=final)
@@ -225,8 +227,10 @@ def check_fit(
         raise ConfigError(f"drafter taps layers {drafter.taps}, but {name} was loaded to tap {layer_ids}")
 
 
-def load_target(config: TargetConfig, layer_ids: Sequence[int], device: torch.device | str = "cpu") -> Target:
+def load_target(config: TargetConfig, layer_ids: Sequence[int], *devices: torch.device | str) -> Target:
     """Load a target from a local folder, a .gguf file, or make the `tiny` one. Safe in several threads at once.
+
+    It is on the CPU if no device is given, and its layers are shared out where several are.
 
     Nothing is downloaded, and code that comes with a folder runs only with `config.trust_remote_code`.
 
@@ -239,11 +243,17 @@ def load_target(config: TargetConfig, layer_ids: Sequence[int], device: torch.de
             model = tiny_model(config.seed).to(dtype)
         else:
             model = _load_model(Path(config.path), dtype, config.trust_remote_code)
-    return Target(model.to(device), layer_ids, name=config.path)
+    places = [torch.device(device) for device in devices or ("cpu",)]
+    if len(places) == 1:
+        return Target(model.to(places[0]), layer_ids, name=config.path)
+    return Target(spread(model, _find_decoder(model, config.path)[1], places), layer_ids, name=config.path)
 
 
-LoadTarget = Callable[[TargetConfig, Sequence[int], torch.device], Target]
-"""Makes the target of a device: settings, layers to tap, device."""
+class LoadTarget(Protocol):
+    """Makes a target: `load_target`, or a program's own."""
+
+    def __call__(self, config: TargetConfig, layer_ids: Sequence[int], /, *devices: torch.device) -> Target:
+        """The target of these settings on these devices, with these layers tapped."""
 
 
 def _load_model(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:

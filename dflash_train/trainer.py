@@ -56,6 +56,7 @@ from dflash_train.pipeline import (
     hand_over,
     parse_devices,
     receive,
+    target_groups,
     with_states,
 )
 from dflash_train.replica import Replica, learning_rate
@@ -161,7 +162,7 @@ class _Run:
         self.signals = signals
         self.report = report
         self.load = load
-        self.target_devices = parse_devices(config.train.target_devices, "target")
+        self.target_groups = target_groups(config)
         self.drafter_devices = parse_devices(config.train.drafter_devices, "drafter")
         num_drafters = len(self.drafter_devices)
         self.topology = Topology(drafters_here=num_drafters, hosts=hosts.size, rank=hosts.rank)
@@ -244,19 +245,18 @@ class _Run:
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
         config = self.config
-        loaded: dict[torch.device, Target | CachedTarget] = {}
+        loaded: dict[tuple[torch.device, ...], Target | CachedTarget] = {}
         documents = Documents(Path(config.data.path)) if config.data.path else None
-        for device in self.target_devices:
-            if device not in loaded:
-                loaded[device] = self._load_target(documents, device)
-                loaded[device].check(config.drafter)
-        self.targets = [loaded[device] for device in self.target_devices]
+        for group in dict.fromkeys(self.target_groups):
+            loaded[group] = self._load_target(documents, group)
+            loaded[group].check(config.drafter)
+        self.targets = [loaded[group] for group in self.target_groups]
         data = self._pack(documents or self._make_data(self.targets[0]))
         dtype = getattr(torch, config.train.dtype)
         vocabularies: dict[torch.device, Vocabulary] = {}
         for device in self.drafter_devices:
             if device not in vocabularies:
-                nearest = loaded.get(device, self.targets[0])
+                nearest = loaded.get((device,), self.targets[0])
                 vocabularies[device] = nearest.vocabulary(config.drafter.embedding_scale).to(device, dtype)
         self.replicas = [Replica(config, device, vocabularies[device]) for device in self.drafter_devices]
         if checkpoint is not None:
@@ -277,16 +277,16 @@ class _Run:
         self.source = Source(data, config, self.topology, self.progress.step, self.progress.place)
         dtypes = f"{config.train.dtype} on {', '.join(map(str, self.drafter_devices))}"
         self.report(
-            f"{len(self.targets)} target threads on {', '.join(map(str, self.target_devices))}; "
+            f"{len(self.targets)} target threads on {', '.join(map(_names, self.target_groups))}; "
             f"{len(self.replicas)} drafters in {dtypes}; {self.hosts.size} hosts; {self.source.rows_per_step} rows of "
             f"{config.data.row_length} tokens a step; {self.progress.data}"
         )
 
-    def _load_target(self, documents: Documents | None, device: torch.device) -> Target | CachedTarget:
+    def _load_target(self, documents: Documents | None, group: tuple[torch.device, ...]) -> Target | CachedTarget:
         if not self.config.data.hidden:
-            return self.load(self.config.target, self.config.drafter.taps, device)
+            return self.load(self.config.target, self.config.drafter.taps, *group)
         assert documents is not None  # the config sees to it
-        return CachedTarget(Path(self.config.data.hidden), self.config, documents, device)
+        return CachedTarget(Path(self.config.data.hidden), self.config, documents, group[0])
 
     def _make_data(self, target: Target | CachedTarget) -> Documents:
         if self.config.target.path != "tiny" or not isinstance(target, Target):
@@ -368,7 +368,7 @@ class _Run:
     def _lanes(self) -> list[Lane]:
         counts = {f"target-{i}": (self.pipeline.target_tokens, i) for i in range(len(self.targets))}
         counts |= {f"drafter-{i}": (self._tokens, i) for i in range(len(self.replicas))}
-        devices = dict(zip(counts, map(str, [*self.target_devices, *self.drafter_devices]), strict=True))
+        devices = dict(zip(counts, map(str, [*map(_names, self.target_groups), *self.drafter_devices]), strict=True))
         clocks = {clock.name: clock for clock in self.crew.clocks}
         return [
             Lane(clock=clocks[name], device=devices[name], tokens=lambda tokens=tokens, i=i: tokens[i])  # type: ignore[misc]
@@ -478,7 +478,7 @@ class _Run:
             target_wait=_mean_share(clocks, "target"),
             drafter_wait=_mean_share(clocks, "drafter"),
             step_s=spent,
-            memory_gib=peak_memory_gib([*self.target_devices, *self.drafter_devices]),
+            memory_gib=peak_memory_gib([*sum(self.target_groups, ()), *self.drafter_devices]),
             bad_steps=progress.bad_steps,
             epoch=self.source.epoch(progress.place),
             saved=self.last_saved,
@@ -565,6 +565,10 @@ class _Run:
 
 
 _NO_SUMS = LossSums(**dict.fromkeys(LossSums.__dataclass_fields__, torch.zeros(())))
+
+
+def _names(group: tuple[torch.device, ...]) -> str:
+    return "+".join(map(str, group))
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

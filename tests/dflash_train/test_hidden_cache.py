@@ -28,7 +28,7 @@ SHARD = 200_000
 @pytest.fixture(scope="module")
 def cache(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache") / "hidden"
-    cache_hidden(small_config(tiny_data), folder, [CPU, CPU], quiet, shard_bytes=SHARD)
+    cache_hidden(small_config(tiny_data), folder, [(CPU,), (CPU,)], quiet, shard_bytes=SHARD)
     return folder
 
 
@@ -70,7 +70,7 @@ def test_the_size_told_is_the_size_on_disk(cache: Path, tiny_data: Path, tmp_pat
     on_disk = sum(path.stat().st_size for path in files)
     assert size.bytes <= on_disk < size.bytes + 1024 * len(files)
     lines: list[str] = []
-    cache_hidden(small_config(tiny_data), tmp_path / "x", [CPU], lines.append, size_only=True, load=no_target)
+    cache_hidden(small_config(tiny_data), tmp_path / "x", [(CPU,)], lines.append, size_only=True, load=no_target)
     assert f"{size.tokens:,} tokens: {size.bytes / 2**30:.3f} GiB of hidden states in 1 files" in lines[0]
     assert not (tmp_path / "x").exists()
 
@@ -81,7 +81,7 @@ def test_a_disk_without_room_is_told_before_anything_is_loaded(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
     with pytest.raises(ConfigError, match=r"has room for 0\.0 GiB, and 0\.0 are needed; name a folder on another disk"):
-        cache_hidden(small_config(tiny_data), tmp_path / "x", [CPU], quiet, load=no_target)
+        cache_hidden(small_config(tiny_data), tmp_path / "x", [(CPU,)], quiet, load=no_target)
 
 
 def test_what_was_begun_is_gone_on_with(cache: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +99,11 @@ def test_what_was_begun_is_gone_on_with(cache: Path, tiny_data: Path, tmp_path: 
     with monkeypatch.context() as patch:
         patch.setattr(hidden_cache, "_write", write)
         with pytest.raises(OSError, match="No space left"):
-            cache_hidden(config, folder, [CPU], quiet, shard_bytes=SHARD)
+            cache_hidden(config, folder, [(CPU,)], quiet, shard_bytes=SHARD)
     with pytest.raises(ConfigError, match=r"has no hidden\.json; make it, or go on with it, by `dflash-train cache-hidden`"):
         train(small_config(tiny_data, f"data.hidden={folder}"), tmp_path / "run", report=quiet)
     lines: list[str] = []
-    cache_hidden(config, folder, [CPU], lines.append, shard_bytes=SHARD)
+    cache_hidden(config, folder, [(CPU,)], lines.append, shard_bytes=SHARD)
     there = len(list(cache.glob("states-*")))
     assert f"in {there} files, of which {there - len(lines) + 1} are there" in lines[0]
     assert len(lines) < there + 1
@@ -126,7 +126,7 @@ def test_a_cache_of_something_else_is_refused(
         train(small_config(tiny_data, f"data.hidden={cache}", setting), tmp_path / "run", report=quiet, load=no_target)
     if setting != "data.path=":
         with pytest.raises(ConfigError, match="holds hidden states of other data or settings; delete it, or name another"):
-            cache_hidden(small_config(tiny_data, setting), cache, [CPU], quiet, load=no_target)
+            cache_hidden(small_config(tiny_data, setting), cache, [(CPU,)], quiet, load=no_target)
 
 
 def test_a_file_that_was_damaged_is_named(cache: Path, tiny_data: Path, tmp_path: Path) -> None:
