@@ -20,10 +20,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import compile_guard
 from benchmarks.measure import environment, markdown, time_cuda, write_json
+from benchmarks.specforge_side import make_online
 from dflash_train import drafter as drafter_module
 from dflash_train.anchors import Anchors
 from dflash_train.blocks import build_blocks
@@ -139,45 +140,15 @@ class SpecForge:
     def __init__(
         self, config: RunConfig, weights: dict[str, Tensor], vocabulary: Vocabulary, batch: Batch, attention: str, chunk: int
     ) -> None:
-        import transformers
-        from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
-        from specforge.modeling.draft.dflash import DFlashDraftModel
-
-        drafter = config.drafter
-        qwen3 = transformers.Qwen3Config(
-            vocab_size=drafter.vocab_size,
-            hidden_size=drafter.hidden_size,
-            intermediate_size=drafter.intermediate_size,
-            num_hidden_layers=drafter.num_layers,
-            num_attention_heads=drafter.num_heads,
-            num_key_value_heads=drafter.num_kv_heads,
-            head_dim=drafter.head_dim,
-            rms_norm_eps=drafter.rms_norm_eps,
-            max_position_embeddings=drafter.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": drafter.rope_theta},
-            layer_types=list(drafter.layers),
-            attention_bias=False,
-            tie_word_embeddings=False,
-            attn_implementation=attention,
-        )
-        qwen3.num_target_layers = drafter.num_target_layers
-        qwen3.block_size = drafter.block_size
-        qwen3.dflash_config = {"target_layer_ids": list(drafter.taps), "mask_token_id": drafter.mask_token_id}
         with torch.device("cuda"):
-            model = DFlashDraftModel(qwen3)
+            self.online = make_online(config, vocabulary, NUM_BLOCKS, attention, chunk)
+        model = self.online.draft_model
         model.load_state_dict(weights, strict=True)
-        model = model.cuda().bfloat16()
-        head = nn.Linear(1, 1, bias=False)
-        head.weight = nn.Parameter(vocabulary.head, requires_grad=False)
-        embedding = nn.Embedding.from_pretrained(vocabulary.embedding)
-        self.online = OnlineDFlashModel(
-            model, head, embedding, drafter.mask_token_id, block_size=drafter.block_size, attention_backend=attention,
-            num_anchors=NUM_BLOCKS, loss_decay_gamma=config.loss.decay_gamma, objective_chunk_blocks=chunk,
-        )  # fmt: skip
+        self.online.draft_model = model.cuda().bfloat16()
         fixed = batch.anchors.positions, batch.anchors.valid
         self.online._sample_anchor_positions = lambda *_: fixed
         self.batch, self.mask = batch, batch.rows.loss_mask.float()
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+        self.optimizer = torch.optim.AdamW(self.online.draft_model.parameters(), lr=RATE, fused=True)
 
     def step(self) -> Tensor:
         loss, _, _ = self.online(self.batch.rows.tokens, self.batch.states.taps, self.mask)

@@ -6,22 +6,20 @@ Exits with 1 if a bound does not hold.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
 import compile_guard
+from benchmarks.trainer_run import judged_run, report, verdict
 from dflash_train.config import RunConfig, TargetConfig
 from dflash_train.config_files import load_config
 from dflash_train.drafter_files import read_weights
 from dflash_train.metrics import read_metrics
 from dflash_train.targets import load_target
 from dflash_train.tiny_data import make_tiny_data
-from dflash_train.trainer import Outcome, train
 
 STEPS = 60
 SHAPE = [
@@ -33,46 +31,14 @@ SHAPE = [
     "train.log_every=30",
     "drafter.attention=flex",
 ]
-failures: list[str] = []
-
-
-def report(what: str, value: str, holds: bool | None = None) -> None:
-    print(f"{what:<84} {value:>26}{'' if holds is None else '   ok' if holds else '   FAILS'}", flush=True)
-    if holds is False:
-        failures.append(what)
 
 
 def config_of(data: Path, *settings: str) -> RunConfig:
     return load_config("tiny-cpu", [f"data.path={data}", *SHAPE, *settings])
 
 
-def run(name: str, folder: Path, data: Path, *settings: str, resume: bool = False) -> Outcome:
-    """Train, and print what a run is judged by."""
-    torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    lines: list[str] = []
-    try:
-        outcome = train(config_of(data, *settings), folder, resume=resume, report=lines.append)
-    except BaseException:
-        print("\n".join(lines), file=sys.stderr)
-        raise
-    spent = time.perf_counter() - began
-    warm_up = next((line for line in lines if line.startswith("warmed up")), "no warm-up")
-    records = read_metrics(folder / "metrics.jsonl")
-    steady = records[10:]
-    rate = statistics.median(record["drafter_tok_s"] for record in steady)
-    last = records[-1]
-    print(f"\n{name}: {spent:.1f} s, {warm_up}")
-    for line in lines:
-        if line.startswith(("step ", "  drafter-", "  target-", "  reader")):
-            print("  " + line)
-    report("  tokens a second, drafters (median after ten steps)", f"{rate:,.0f}")
-    report("  waiting: drafters, targets", f"{last['drafter_wait']:.0%}, {last['target_wait']:.0%}")
-    recompiles = [key for key in outcome.findings if key.startswith("sealed:")]
-    report("  compiles after the warm-up", str(len(recompiles)), not recompiles)
-    report("  other findings that happened", ", ".join(set(outcome.findings) - set(recompiles)) or "none", not outcome.findings)
-    report("  steps done", str(last["step"]), last["step"] == STEPS)
-    return outcome
+def run(name: str, folder: Path, data: Path, *settings: str) -> None:
+    judged_run(name, config_of(data, *settings), folder)
 
 
 def losses(folder: Path) -> list[float]:
@@ -114,8 +80,7 @@ def main() -> int:
             two = ["train.target_devices=cuda:0,cuda:1", "train.drafter_devices=cuda:0,cuda:1,cuda:1", "data.rows_per_batch=2"]
             run("three drafters of two GPUs, float32", root / "two", data, *two)
             compare("two GPUs against one", root / "two", root / "one")
-    print(f"\n{len(failures)} bounds do not hold" + "".join(f"\n  {what}" for what in failures))
-    return 1 if failures else 0
+    return verdict()
 
 
 if __name__ == "__main__":

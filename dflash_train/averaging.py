@@ -25,12 +25,15 @@ class Hosts:
 
     Two process groups: one for the steps, one for the thread that writes checkpoints, so that the collectives of each
     keep an order of their own.
+
+    Args:
+        alone: this process by itself, whatever others there are, or were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
         self.rank, self.size = 0, 1
         self._started = False
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if alone or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

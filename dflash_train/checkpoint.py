@@ -241,7 +241,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         meta = _read_meta(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / META} cannot be read: {error}") from error
+        raise ConfigError(f"{path / META} cannot be read: {error}; delete {path.name}, and an earlier one is taken") from error
     if meta.get("version") != VERSION:
         raise ConfigError(f"{path} is of version {meta.get('version')!r}, this program reads {VERSION}")
     values: dict[str, Any] = {}
@@ -270,6 +270,7 @@ _MEANING = {
     "target": "it must hold the same model: the drafter was trained on its hidden states",
     "anchors": "other numbers of anchors are drawn from here on",
     "loss": "the objective changes here, and losses before and after do not compare",
+    "data.hidden": "they must be hidden states of the same target",
     "data": "the rows must be the same; they go on from the same place",
     "train.steps": "the learning rate follows the schedule of the new length",
     "train.learning_rate": "the schedule goes on with the new peak",

@@ -1,4 +1,4 @@
-"""`python -m dflash_train`: prepare, regenerate, doctor, train, export, eval, config.
+"""`python -m dflash_train`: prepare, regenerate, cache-hidden, doctor, train, export, eval, config.
 
 Data on stdout, talk on stderr. Exit: 0 done, 1 a run that failed, 2 could not, 128 + number of the signal that ended a run.
 """
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="dflash-train", description="Train DFlash drafters for speculative decoding.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_prepare, _add_regenerate, _add_doctor, _add_train, _add_export, _add_eval, _add_config):
+    for add in (_add_prepare, _add_regenerate, _add_cache_hidden, _add_doctor, _add_train, _add_export, _add_eval, _add_config):
         add(commands)
     options = parser.parse_args(arguments)
     command: Callable[[argparse.Namespace], int | None] = options.command
@@ -122,6 +122,7 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="RUN", help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint, if there is one")
     parser.add_argument("--log", action="append", default=[], choices=LOGGERS, help="besides metrics.jsonl")
+    parser.add_argument("--no-live", dest="live", action="store_false", help="lines alone, also on a terminal with rich")
 
 
 def _add_run_settings(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +150,28 @@ def _run_settings(options: argparse.Namespace) -> RunConfig:
     return load_config(options.source, overrides)
 
 
+def _add_cache_hidden(commands: Any) -> None:
+    parser = commands.add_parser("cache-hidden", help="keep a target's hidden states on disk, to train from without it")
+    parser.set_defaults(command=_cache_hidden)
+    _add_run_settings(parser)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="gone on with if unfinished")
+    parser.add_argument("--size-only", action="store_true", help="tell the size, and write nothing")
+
+
+def _cache_hidden(options: argparse.Namespace) -> None:
+    from dflash_train.hidden_cache import cache_hidden
+    from dflash_train.pipeline import target_groups
+
+    config = _run_settings(options)
+    cache_hidden(config, options.output, target_groups(config), _talk, size_only=options.size_only)
+    if not options.size_only:
+        print(options.output)
+
+
+def _talk(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="will a run fit, and how fast will it be")
     parser.set_defaults(command=_doctor)
@@ -165,15 +188,13 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from dflash_train.live import can_show
     from dflash_train.trainer import TrainingError, train
 
     config = _run_settings(options)
-
-    def report(message: str) -> None:
-        print(message, file=sys.stderr, flush=True)
-
     try:
-        outcome = train(config, options.output, resume=options.resume, log=options.log, report=report)
+        live = options.live and can_show()
+        outcome = train(config, options.output, resume=options.resume, log=options.log, report=_talk, live=live)
     except TrainingError as error:
         print(f"dflash-train: {error}", file=sys.stderr)
         return 1

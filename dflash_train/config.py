@@ -61,8 +61,14 @@ class TargetConfig:
     """Type of the frozen weights, and of the hidden states that the target hands out."""
     trust_remote_code: bool = False
     """Run Python that comes with the model's folder. Off: such a folder is refused by `transformers`."""
+    spread: int = 1
+    """Devices that hold one copy together, layer by layer, for a target that one has no room for: with 2, target devices
+    0-3 are two target threads."""
     seed: int = 0
     """Seed of the `tiny` target's weights; unused otherwise."""
+
+    def __post_init__(self) -> None:
+        _require(self.spread >= 1, f"target.spread must be at least 1, got {self.spread}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,6 +264,8 @@ class DataConfig:
 
     path: str = ""
     """Folder written by `prepare`; empty with the `tiny` target: made on the spot."""
+    hidden: str = ""
+    """Folder written by `cache-hidden`: hidden states are read from it and no target is loaded. Empty: the target runs."""
     row_length: int = 3072
     """Tokens of a packed row; longer documents are cut."""
     rows_per_batch: int = 2
@@ -268,6 +276,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(self.row_length >= 2, f"data.row_length must be at least 2, got {self.row_length}")
         _require(self.rows_per_batch >= 1, f"data.rows_per_batch must be at least 1, got {self.rows_per_batch}")
+        _require(bool(self.path) or not self.hidden, "data.hidden needs data.path, the documents that it was made from")
         _require(0 <= self.seed < 2**63, f"data.seed must lie in 0 … 2**63-1, got {self.seed}")
 
 

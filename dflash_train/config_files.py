@@ -50,7 +50,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
                 f"{name} is neither a preset ({', '.join(presets())}) nor a readable file: {error}"
             ) from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{name} is not UTF-8 text: {error}") from error
+            raise ConfigError(f"{name} is not UTF-8 text: {error}; save it as UTF-8, or name another file") from error
     return parse_config(text, where, overrides)
 
 
@@ -59,7 +59,8 @@ def parse_config(text: str, where: str = "config", overrides: Sequence[str] = ()
     try:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where} is not TOML: {error}") from error
+        hint = "`dflash-train config tiny-cpu` prints a whole file to go by"
+        raise ConfigError(f"{where} is not TOML: {error}; {hint}") from error
     places = _Places(where, text)
     for override in overrides:
         _apply_override(tree, override, places)
@@ -128,7 +129,9 @@ def _build(cls: type[C], tree: dict[str, Any], prefix: tuple[str, ...], places: 
                 raise ConfigError(f"{places.of(path)}: {name} must be a section [{name}], got {value!r}")
             values[key] = _build(typing.cast("type[Any]", hints[key]), value, path, places)
         else:
-            values[key] = _convert(value, hints[key], name, places.of(path))
+            default = next(f.default for f in dataclasses.fields(cls) if f.name == key)  # type: ignore[arg-type]
+            example = f"such as {name} = {_toml(default)}"
+            values[key] = _convert(value, hints[key], name, places.of(path), example)
     try:
         return cls(**values)
     except ConfigError as error:
@@ -142,7 +145,7 @@ def _did_you_mean(key: str, known: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
 
 
-def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
+def _convert(value: Any, hint: Any, name: str, where: str, example: str) -> Any:
     """`value` as TOML gave it, checked against a field's annotation; ints become floats, lists become tuples."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
@@ -151,8 +154,8 @@ def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
         raise ConfigError(f"{where}: {name} must be one of {', '.join(map(str, arguments))}, got {value!r}")
     if origin is tuple:
         if not isinstance(value, list):
-            raise ConfigError(f"{where}: {name} must be a list, got {value!r}")
-        return tuple(_convert(item, arguments[0], f"{name}[{i}]", where) for i, item in enumerate(value))
+            raise ConfigError(f"{where}: {name} must be a list, got {value!r}; {example}")
+        return tuple(_convert(item, arguments[0], f"{name}[{i}]", where, example) for i, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
@@ -165,7 +168,7 @@ def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
             raise ConfigError(f"{where}: {name} must fit in 64 bits, got an integer of {value.bit_length()} bits")
         return value
     kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-    raise ConfigError(f"{where}: {name} must be {kind}, got {value!r}")
+    raise ConfigError(f"{where}: {name} must be {kind}, got {value!r}; {example}")
 
 
 def _toml(value: object) -> str:

@@ -60,7 +60,7 @@ def read_samples(path: Path) -> Iterator[Sample | DataError]:
                 except DataError as error:
                     yield error
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}; name a JSONL file, one sample in each line") from error
 
 
 def parse_sample(line: bytes, place: str) -> Sample:

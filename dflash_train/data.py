@@ -7,6 +7,7 @@ offsets[i+1]. `manifest.json` is written last: a folder without it is unfinished
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -124,6 +125,13 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def identity(self) -> str:
+        """What tells these documents from others: their lengths and tokenizer."""
+        digest = hashlib.sha256(self.lengths.astype("<i8").tobytes()).hexdigest()[:12]
+        tokens, tokenizer = self.manifest.tokens, self.manifest.tokenizer[:12]
+        return f"{len(self)} documents, {tokens} tokens, lengths {digest}, tokenizer {tokenizer}"
 
     def __getitem__(self, number: int) -> Encoded:
         if not 0 <= number < len(self):

@@ -16,7 +16,7 @@ from dflash_train.config import ConfigError, RunConfig
 from dflash_train.data import read_manifest
 from dflash_train.drafter_files import weight_shapes
 from dflash_train.packing import PackedRows
-from dflash_train.pipeline import Batch, hand_over, parse_devices, receive, with_states
+from dflash_train.pipeline import Batch, hand_over, parse_devices, receive, target_groups, with_states
 from dflash_train.replica import Replica
 from dflash_train.targets import load_target
 
@@ -88,8 +88,9 @@ def diagnose(config: RunConfig, report: Callable[[str], None], *, seconds: float
     Raises:
         ConfigError, DataError, TargetError: what would stop the run.
     """
-    targets, drafters = (parse_devices(getattr(config.train, f"{r}_devices"), r) for r in ("target", "drafter"))
-    report(f"targets on {', '.join(map(str, targets))}; drafters on {', '.join(map(str, drafters))}")
+    groups, drafters = target_groups(config), parse_devices(config.train.drafter_devices, "drafter")
+    targets = ", ".join("+".join(map(str, group)) for group in groups)
+    report(f"targets on {targets}; drafters on {', '.join(map(str, drafters))}")
     if config.data.path:
         manifest = read_manifest(Path(config.data.path))
         if manifest.vocab_size > config.drafter.vocab_size:
@@ -99,20 +100,20 @@ def diagnose(config: RunConfig, report: Callable[[str], None], *, seconds: float
             )
         report(f"data: {manifest.documents} documents, {manifest.tokens} tokens, tokenizer {manifest.tokenizer[:12]}")
     for device in dict.fromkeys(drafters):
-        lent = device in targets and config.target.dtype == config.train.dtype
+        lent = (device,) in groups and config.target.dtype == config.train.dtype
         memory = predict_memory(config, lent=lent)
         parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in dataclasses.asdict(memory).items())
         count = drafters.count(device)
         there = f" of {torch.cuda.get_device_properties(device).total_memory / GIB:.0f}" if device.type == "cuda" else ""
         report(f"memory of {count} drafters on {device}: {count * memory.total / GIB:.2f}{there} GiB (each: {parts})")
     if seconds > 0:
-        _probe(config, targets[0], drafters[0], report, seconds)
+        _probe(config, groups[0], drafters[0], report, seconds)
 
 
 def _probe(
-    config: RunConfig, target_device: torch.device, device: torch.device, report: Callable[[str], None], seconds: float
+    config: RunConfig, group: tuple[torch.device, ...], device: torch.device, report: Callable[[str], None], seconds: float
 ) -> None:
-    target = load_target(config.target, config.drafter.taps, target_device)
+    target = load_target(config.target, config.drafter.taps, *group)
     target.check(config.drafter)
     report(f"target {config.target.path} fits the drafter's settings; the mask token has a row of its embedding")
     dtype = getattr(torch, config.train.dtype)
@@ -130,9 +131,9 @@ def _probe(
 
     per_target, per_drafter = (_seconds_each(work, seconds / 2) for work in (run_target, run_drafter))
     of_target, of_drafter = batch.num_tokens / per_target, batch.num_tokens / per_drafter
-    report(f"target: {of_target:,.0f} tok/s a device; drafter: {of_drafter:,.0f} tok/s a device")
+    report(f"target: {of_target:,.0f} tok/s a thread; drafter: {of_drafter:,.0f} tok/s a device")
     needed = per_target / per_drafter
-    report(f"one drafter keeps {needed:.2f} target devices busy: for each 3 drafters, {max(1, math.ceil(3 * needed))} targets")
+    report(f"one drafter keeps {needed:.2f} target threads busy: for each 3 drafters, {max(1, math.ceil(3 * needed))} targets")
 
 
 def _random_batch(config: RunConfig) -> Batch:

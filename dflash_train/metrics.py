@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line and a record for each step, the log, a timeline, the summary at the end."""
+"""A record of each step: the line that is printed, `metrics.jsonl`, and further loggers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -15,7 +15,6 @@ from typing import IO, Any, Protocol
 import torch
 
 from dflash_train.config import ConfigError
-from dflash_train.pipeline import Clock
 
 METRICS = "metrics.jsonl"
 
@@ -49,6 +48,8 @@ class StepRecord:
     """Part of the target threads' time spent waiting, for the reader or for room, since the start."""
     drafter_wait: float = dataclasses.field(metadata=_show("{:.0%}"))
     """Part of the drafter threads' time spent waiting for hidden states, since the start."""
+    step_s: float = dataclasses.field(metadata=_show("{:.3f}", " s"))
+    """Seconds since the step before."""
     memory_gib: float = dataclasses.field(metadata=_show("{:.1f}", " GiB"))
     """Largest peak among the GPUs; without one, of the process."""
     bad_steps: int = dataclasses.field(metadata=_show("{}"))
@@ -83,7 +84,7 @@ class JsonLines:
     """`metrics.jsonl`: one line a step. On resuming, lines of steps that are done again are dropped."""
 
     def __init__(self, path: Path, after_step: int) -> None:
-        kept = [line for line in _lines(path) if line["step"] <= after_step]
+        kept = [line for line in read_metrics(path) if line["step"] <= after_step]
         unfinished = path.with_name(path.name + ".tmp")
         unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
         os.replace(unfinished, path)
@@ -100,7 +101,7 @@ class JsonLines:
         self._file.close()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a file; a line that a killed process left unfinished is passed over."""
     if not path.is_file():
         return []
@@ -113,9 +114,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
-
-
-read_metrics = _lines
 
 
 class TensorBoard:
@@ -172,64 +170,3 @@ def peak_memory_gib(devices: Sequence[torch.device]) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def write_timeline(clocks: Sequence[Clock], path: Path) -> None:
-    """What each thread did when, for ui.perfetto.dev: Chrome's trace format, in microseconds since the first span."""
-    begins = [span[1] for clock in clocks for span in clock.spans]
-    origin = min(begins, default=0.0)
-    events: list[dict[str, Any]] = []
-    for clock in clocks:
-        place = {"pid": os.getpid(), "tid": clock.ident}
-        events.append({"ph": "M", "name": "thread_name", "args": {"name": clock.name}, **place})
-        events += [
-            {"ph": "X", "name": kind, "ts": 1e6 * (began - origin), "dur": 1e6 * (ended - began), **place}
-            for kind, began, ended in clock.spans
-        ]
-    path.write_text(json.dumps({"traceEvents": events}), "utf-8")
-
-
-def time_table(clocks: Sequence[Clock]) -> dict[str, dict[str, float]]:
-    """Seconds of each thread by kind."""
-    return {clock.name: {kind: round(spent, 3) for kind, spent in clock.seconds.items() if spent} for clock in clocks}
-
-
-def summarise(run: Path, clocks: Sequence[Clock], findings: Sequence[str], report: Callable[[str], None]) -> None:
-    """Write `summary.json`, `timeline.trace.json` and, with matplotlib, `summary.png`; tell the main figures."""
-    records = _lines(run / METRICS)
-    table = time_table(clocks)
-    write_timeline(clocks, run / "timeline.trace.json")
-    accept = [record["accept"] for record in records]
-    first, last = accept[:1], accept[-10:]
-    summary = {"last": records[-1] if records else {}, "seconds": table, "findings": list(findings)}
-    (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
-    report(
-        f"acceptance, teacher-forced: {sum(last) / max(1, len(last)):.2f} drafts a block over the last {len(last)} steps; "
-        f"untrained, at the first step: {sum(first):.2f}. Findings after the warm-up: {', '.join(findings) or 'none'}"
-    )
-    for name, seconds in table.items():
-        total = max(1e-9, sum(seconds.values()))
-        spent = ", ".join(f"{kind} {span:.1f} s ({span / total:.0%})" for kind, span in sorted(seconds.items()))
-        report(f"  {name:<12} {spent}")
-    if plot(records, run / "summary.png"):
-        report(f"  plots in {run / 'summary.png'}, timeline in {run / 'timeline.trace.json'} (ui.perfetto.dev)")
-    else:
-        report(f"  timeline in {run / 'timeline.trace.json'} (ui.perfetto.dev); pip install matplotlib for plots")
-
-
-def plot(records: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """Loss, acceptance and throughput over the steps as a PNG; False where matplotlib is not installed."""
-    try:
-        figures: Any = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        return False
-    figure = figures.Figure(figsize=(10, 3), layout="constrained")
-    steps = [record["step"] for record in records]
-    names = {"loss": "loss", "accept": "accepted drafts a block (teacher-forced)", "drafter_tok_s": "tokens a second"}
-    for axes, (name, title) in zip(figure.subplots(1, 3), names.items(), strict=True):
-        # What was not finite stands as null, and is a gap.
-        axes.plot(steps, [math.nan if record[name] is None else record[name] for record in records], linewidth=1)
-        axes.set_title(title, fontsize=9)
-        axes.set_xlabel("step", fontsize=8)
-    figure.savefig(path, dpi=120)
-    return True

@@ -19,4 +19,7 @@ def model_place(path: Path) -> dict[str, str]:
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if (path / "config.json").is_file():
         return {"pretrained_model_name_or_path": str(path)}
-    raise TargetError(f"{path} is neither a folder with a config.json nor a .gguf file; models are read from disk only")
+    raise TargetError(
+        f"{path} is neither a folder with a config.json nor a .gguf file; models are read from disk only: download it, and "
+        "name its folder"
+    )

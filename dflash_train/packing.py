@@ -101,12 +101,14 @@ class RowSampler:
 
 
 class PackedDocuments:
-    """The documents of a folder as rows."""
+    """The documents of a folder as rows; those with the given `numbers` alone, if there are any."""
 
-    def __init__(self, documents: Documents, row_length: int) -> None:
+    def __init__(self, documents: Documents, row_length: int, numbers: range | None = None) -> None:
         self._documents = documents
         self._row_length = row_length
-        self._rows = plan_rows(documents.lengths, row_length)
+        numbers = numbers or range(len(documents))
+        planned = plan_rows(documents.lengths[numbers.start : numbers.stop], row_length)
+        self._rows = [[numbers[i] for i in row] for row in planned]
         self.num_cut = int((documents.lengths > row_length).sum())
         """Documents longer than a row."""
 

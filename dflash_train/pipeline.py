@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from compile_guard import Worker
 from dflash_train.anchors import Anchors, draw_anchors
 from dflash_train.config import ConfigError, RunConfig
 from dflash_train.packing import PackedDocuments, PackedRows, RowSampler
-from dflash_train.targets import Target, TargetStates
+from dflash_train.targets import TargetStates
 
 T = TypeVar("T")
 JOIN_S = 30.0
@@ -41,6 +41,8 @@ class Clock:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ident = 0
+        self.now = ""
+        """Kind of the block that the thread is in; empty between blocks."""
         # All kinds from the start: others read while this thread counts.
         self.seconds = dict.fromkeys(("compute", "wait", "copy", "sync"), 0.0)
         self.spans: list[tuple[str, float, float]] = []
@@ -49,10 +51,12 @@ class Clock:
     def __call__(self, kind: str) -> Iterator[None]:
         """Count the block as this kind of time."""
         began = time.perf_counter()
+        self.now = kind
         try:
             yield
         finally:
             ended = time.perf_counter()
+            self.now = ""
             self.seconds[kind] += ended - began
             if len(self.spans) < self.MAX_SPANS:
                 self.spans.append((kind, began, ended))
@@ -340,6 +344,17 @@ class Source:
         return Batch(step=step, rows=rows, anchors=anchors, num_tokens=int((rows.documents >= 0).sum()))
 
 
+class StatesMaker(Protocol):
+    """A target, or what stands for one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it makes states."""
+
+    def states_of(self, rows: PackedRows) -> TargetStates:
+        """The hidden states of rows on its device."""
+
+
 class Pipeline:
     """Reader and target threads of a crew, and the channels to its drafters.
 
@@ -356,7 +371,7 @@ class Pipeline:
         self,
         crew: Crew,
         source: Source,
-        targets: Sequence[Target],
+        targets: Sequence[StatesMaker],
         devices: Sequence[torch.device],
         dtype: torch.dtype,
         prefetch: int,
@@ -382,7 +397,7 @@ class Pipeline:
                 self._requests.put(number, batch)
         self._requests.finish(len(self._source))
 
-    def _run_target(self, index: int, target: Target, clock: Clock) -> None:
+    def _run_target(self, index: int, target: StatesMaker, clock: Clock) -> None:
         while True:
             with clock("wait"):
                 request = self._requests.get()
@@ -399,7 +414,7 @@ class Pipeline:
                 self.channels[drafter].put(number // len(self.channels), batch)
 
 
-def with_states(batch: Batch, target: Target) -> Batch:
+def with_states(batch: Batch, target: StatesMaker) -> Batch:
     """The batch with its hidden states, on the target's device."""
     device = target.device
     if device.type != "cuda":
@@ -411,7 +426,7 @@ def with_states(batch: Batch, target: Target) -> Batch:
             rows = batch.rows.to(device)
         stream.wait_stream(side)
         _keep_for(stream, rows)
-    return replace(batch, states=target.states(rows.tokens, rows.documents, rows.positions))
+    return replace(batch, states=target.states_of(rows))
 
 
 _side_streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
@@ -510,8 +525,22 @@ def parse_devices(text: str, role: str) -> list[torch.device]:
             raise ConfigError(f"{role_name} is {text!r}; write GPUs as 0-4 or 0,2, or names such as cpu,cpu or cuda:0,cuda:0")
     missing = sorted({str(d) for d in devices if d.type == "cuda" and (d.index or 0) >= num_gpus})
     if missing:
-        raise ConfigError(f"{role_name} names {', '.join(missing)}, but this machine has {num_gpus} GPUs")
+        raise ConfigError(f"{role_name} names {', '.join(missing)}, but this machine has {num_gpus} GPUs; name those, or cpu")
     return devices
+
+
+def target_groups(config: RunConfig) -> list[tuple[torch.device, ...]]:
+    """The devices of each target thread: one, or the `target.spread` that hold its target together.
+
+    Raises:
+        ConfigError: no such device, or their number does not come out even.
+    """
+    devices, each = parse_devices(config.train.target_devices, "target"), config.target.spread
+    if len(devices) % each:
+        raise ConfigError(
+            f"target.spread is {each}, but train.target_devices has {len(devices)} devices; give a multiple of {each}"
+        )
+    return [tuple(devices[i : i + each]) for i in range(0, len(devices), each)]
 
 
 __all__ = [
@@ -528,5 +557,6 @@ __all__ = [
     "hand_over",
     "parse_devices",
     "receive",
+    "target_groups",
     "with_states",
 ]

@@ -70,18 +70,15 @@ class Replica:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             drafter = Drafter(config.drafter)
+        self._own_masters = config.train.dtype != "float32"
+        # Not from the rounded copy: the first weights of both types are the same.
+        masters = {
+            name: weight.detach().to(device, torch.float32, copy=True).requires_grad_()
+            for name, weight in (drafter.named_parameters() if self._own_masters else ())
+        }
         self.drafter = drafter.to(device, getattr(torch, config.train.dtype))
         self._computing = dict(self.drafter.named_parameters())
-        self._own_masters = config.train.dtype != "float32"
-        self.masters: dict[str, Tensor] = {
-            # Not from the rounded copy: the first weights of both types are the same.
-            name: weight.detach().to(device, torch.float32, copy=True).requires_grad_() if self._own_masters else weight
-            for name, weight in self._computing.items()
-        }
-        if self._own_masters:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.train.seed)
-                self.load_weights(Drafter(config.drafter).state_dict())
+        self.masters: dict[str, Tensor] = masters if self._own_masters else dict(self._computing)
         matrices = [weight for weight in self.masters.values() if weight.ndim > 1]
         vectors = [weight for weight in self.masters.values() if weight.ndim < 2]
         train = config.train

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from dflash_train.chat_tokenizers import ByteTokenizer
 from dflash_train.config import ConfigError, DrafterConfig, TargetConfig
 from dflash_train.model_files import TargetError, model_place
+from dflash_train.packing import PackedRows
+from dflash_train.spread import spread
 from dflash_train.vocabulary import Vocabulary
 
 # `transformers` patches torch's initialisers and default dtype while it builds a model, for the whole process.
@@ -61,7 +63,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Where the weights are; of a target on several devices, the first, where it takes and gives tensors."""
         return self._embedding.device
 
     @property
@@ -110,31 +112,17 @@ class Target:
             return self._run(tokens, positions)
         return self._run_each_document(tokens, documents)
 
+    def states_of(self, rows: PackedRows) -> TargetStates:
+        """The same for rows on the target's device."""
+        return self.states(rows.tokens, rows.documents, rows.positions)
+
     def check(self, drafter: DrafterConfig) -> None:
         """Whether a drafter fits this target.
 
         Raises:
             ConfigError: sizes differ, a tap is not hooked, or the mask token has no row in the embedding.
         """
-        vocabulary = self.vocabulary()
-        for field, theirs in (
-            ("hidden_size", self.hidden_size),
-            ("vocab_size", vocabulary.head.shape[0]),
-            ("num_target_layers", self.num_layers),
-            ("logit_softcap", vocabulary.logit_softcap),
-        ):
-            ours = getattr(drafter, field)
-            if ours != theirs:
-                raise ConfigError(
-                    f"drafter.{field} is {ours}, but {self.name} has {theirs}; --set drafter.{field}={theirs}"
-                )
-        if drafter.mask_token_id >= vocabulary.embedding.shape[0]:
-            raise ConfigError(
-                f"drafter.mask_token_id is {drafter.mask_token_id}, but the embedding of {self.name} has "
-                f"{vocabulary.embedding.shape[0]} rows; take a row that no text uses, never resize the embedding"
-            )
-        if drafter.taps != self.layer_ids:
-            raise ConfigError(f"drafter taps layers {drafter.taps}, but {self.name} was loaded to tap {self.layer_ids}")
+        check_fit(drafter, self.vocabulary(), self.name, self.hidden_size, self.num_layers, self.layer_ids)
 
     def _capture(self, layer: int) -> Any:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -148,7 +136,8 @@ class Target:
         self._captured.states = {}
         try:
             final = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-            taps = torch.cat([final[..., :0], *(self._captured.states[i] for i in self.layer_ids)], dim=-1)
+            tapped = [self._captured.states[i].to(final.device) for i in self.layer_ids]
+            taps = torch.cat([final[..., :0], *tapped], dim=-1)
         finally:
             self._captured.states = None
         return TargetStates(taps=taps, final=final)
@@ -210,8 +199,38 @@ class Target:
         return True
 
 
-def load_target(config: TargetConfig, layer_ids: Sequence[int], device: torch.device | str = "cpu") -> Target:
+def check_fit(
+    drafter: DrafterConfig, vocabulary: Vocabulary, name: str, hidden_size: int, num_layers: int, layer_ids: tuple[int, ...]
+) -> None:
+    """Whether a drafter fits a target of these sizes.
+
+    Raises:
+        ConfigError: sizes differ, other layers are tapped, or the mask token has no row in the embedding.
+    """
+    for field, theirs in (
+        ("hidden_size", hidden_size),
+        ("vocab_size", vocabulary.head.shape[0]),
+        ("num_target_layers", num_layers),
+        ("logit_softcap", vocabulary.logit_softcap),
+    ):
+        ours = getattr(drafter, field)
+        if ours != theirs:
+            raise ConfigError(
+                f"drafter.{field} is {ours}, but {name} has {theirs}; --set drafter.{field}={theirs}"
+            )
+    if drafter.mask_token_id >= vocabulary.embedding.shape[0]:
+        raise ConfigError(
+            f"drafter.mask_token_id is {drafter.mask_token_id}, but the embedding of {name} has "
+            f"{vocabulary.embedding.shape[0]} rows; take a row that no text uses, never resize the embedding"
+        )
+    if drafter.taps != layer_ids:
+        raise ConfigError(f"drafter taps layers {drafter.taps}, but {name} was loaded to tap {layer_ids}")
+
+
+def load_target(config: TargetConfig, layer_ids: Sequence[int], *devices: torch.device | str) -> Target:
     """Load a target from a local folder, a .gguf file, or make the `tiny` one. Safe in several threads at once.
+
+    It is on the CPU if no device is given, and its layers are shared out where several are.
 
     Nothing is downloaded, and code that comes with a folder runs only with `config.trust_remote_code`.
 
@@ -224,7 +243,17 @@ def load_target(config: TargetConfig, layer_ids: Sequence[int], device: torch.de
             model = tiny_model(config.seed).to(dtype)
         else:
             model = _load_model(Path(config.path), dtype, config.trust_remote_code)
-    return Target(model.to(device), layer_ids, name=config.path)
+    places = [torch.device(device) for device in devices or ("cpu",)]
+    if len(places) == 1:
+        return Target(model.to(places[0]), layer_ids, name=config.path)
+    return Target(spread(model, _find_decoder(model, config.path)[1], places), layer_ids, name=config.path)
+
+
+class LoadTarget(Protocol):
+    """Makes a target: `load_target`, or a program's own."""
+
+    def __call__(self, config: TargetConfig, layer_ids: Sequence[int], /, *devices: torch.device) -> Target:
+        """The target of these settings on these devices, with these layers tapped."""
 
 
 def _load_model(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:

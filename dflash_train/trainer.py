@@ -39,8 +39,10 @@ from dflash_train.checkpoint import (
 from dflash_train.config import ConfigError, RunConfig
 from dflash_train.config_files import dump_config
 from dflash_train.data import MANIFEST, Documents
+from dflash_train.hidden_cache import CachedTarget
+from dflash_train.live import Lane, LiveView
 from dflash_train.losses import LossSums, add_sums
-from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib, summarise
+from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib
 from dflash_train.packing import PackedDocuments
 from dflash_train.pipeline import (
     Clock,
@@ -54,10 +56,12 @@ from dflash_train.pipeline import (
     hand_over,
     parse_devices,
     receive,
+    target_groups,
     with_states,
 )
 from dflash_train.replica import Replica, learning_rate
-from dflash_train.targets import Target, load_target
+from dflash_train.summary import summarise
+from dflash_train.targets import LoadTarget, Target, load_target
 from dflash_train.tiny_data import make_tiny_data
 from dflash_train.vocabulary import Vocabulary
 
@@ -81,7 +85,16 @@ class Outcome:
     """Of the guard, from the end of the warm-up on."""
 
 
-def train(config: RunConfig, run: Path, *, resume: bool = False, log: Sequence[str] = (), report: Report = print) -> Outcome:
+def train(
+    config: RunConfig,
+    run: Path,
+    *,
+    resume: bool = False,
+    log: Sequence[str] = (),
+    report: Report = print,
+    load: LoadTarget = load_target,
+    live: bool = False,
+) -> Outcome:
     """Train a drafter into the folder `run`; returns when the last step is saved, or after a signal, having saved.
 
     Call it from the main thread. Under `torchrun` every process calls it alike.
@@ -92,6 +105,8 @@ def train(config: RunConfig, run: Path, *, resume: bool = False, log: Sequence[s
         resume: go on from the last complete checkpoint in it, if there is one.
         log: further loggers, by the names that `metrics.open_logger` takes.
         report: told what a person should read.
+        load: makes the target of each device, for one that does not come from disk.
+        live: draw a table of all threads on the terminal while steps are done (needs rich).
 
     Raises:
         ConfigError: the settings do not fit the target, the data, the machine or the checkpoint.
@@ -101,7 +116,8 @@ def train(config: RunConfig, run: Path, *, resume: bool = False, log: Sequence[s
     compile_guard.install()
     hosts = Hosts()
     with StopSignals() as signals:
-        outcome = _Run(config, run, hosts, signals, report if hosts.rank == 0 else _say_nothing).execute(resume, log)
+        started = _Run(config, run, hosts, signals, report if hosts.rank == 0 else _say_nothing, load)
+        outcome = started.execute(resume, log, live=live and hosts.rank == 0)
     hosts.close()
     return outcome
 
@@ -137,13 +153,16 @@ class StopSignals:
 class _Run:
     """One call of `train`."""
 
-    def __init__(self, config: RunConfig, run: Path, hosts: Hosts, signals: StopSignals, report: Report) -> None:
+    def __init__(
+        self, config: RunConfig, run: Path, hosts: Hosts, signals: StopSignals, report: Report, load: LoadTarget
+    ) -> None:
         self.config = config
         self.run = run
         self.hosts = hosts
         self.signals = signals
         self.report = report
-        self.target_devices = parse_devices(config.train.target_devices, "target")
+        self.load = load
+        self.target_groups = target_groups(config)
         self.drafter_devices = parse_devices(config.train.drafter_devices, "drafter")
         num_drafters = len(self.drafter_devices)
         self.topology = Topology(drafters_here=num_drafters, hosts=hosts.size, rank=hosts.rank)
@@ -162,6 +181,7 @@ class _Run:
         self._consistent = True
         """Whether all drafters stand between the same two steps."""
         self._accepted: list[float] = []
+        self._latest: StepRecord | None = None
         self._combined = Meeting(num_drafters, self._combine)
         self._closed = Meeting(num_drafters, self._close_step)
         # Not the second one: who has met to combine goes on to the end of the step, whatever failed elsewhere.
@@ -169,7 +189,7 @@ class _Run:
 
     # Preparation: in the main thread.
 
-    def execute(self, resume: bool, log: Sequence[str]) -> Outcome:
+    def execute(self, resume: bool, log: Sequence[str], live: bool) -> Outcome:
         """The whole run."""
         checkpoint = self._choose_checkpoint(resume)
         self.hosts.agree("number of drafter devices", self.topology.drafters_here)
@@ -189,7 +209,7 @@ class _Run:
         stop_listening = compile_guard.findings.listen(self._note_finding)
         try:
             with compile_guard.sealed():
-                self._train()
+                self._train(live)
         finally:
             stop_listening()
             for logger in self.loggers:
@@ -206,7 +226,10 @@ class _Run:
         )
 
     def _choose_checkpoint(self, resume: bool) -> Checkpoint | None:
-        self.run.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.run} cannot be made: {error.strerror}; give another folder as -o DIR") from error
         kept = checkpoints(self.run)
         if kept and not resume:
             raise ConfigError(f"{self.run} has {kept[-1].name} already; pass --resume to go on, or another -o DIR")
@@ -222,18 +245,18 @@ class _Run:
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
         config = self.config
-        loaded: dict[torch.device, Target] = {}
-        for device in self.target_devices:
-            if device not in loaded:
-                loaded[device] = load_target(config.target, config.drafter.taps, device)
-                loaded[device].check(config.drafter)
-        self.targets = [loaded[device] for device in self.target_devices]
-        data = self._load_data(self.targets[0])
+        loaded: dict[tuple[torch.device, ...], Target | CachedTarget] = {}
+        documents = Documents(Path(config.data.path)) if config.data.path else None
+        for group in dict.fromkeys(self.target_groups):
+            loaded[group] = self._load_target(documents, group)
+            loaded[group].check(config.drafter)
+        self.targets = [loaded[group] for group in self.target_groups]
+        data = self._pack(documents or self._make_data(self.targets[0]))
         dtype = getattr(torch, config.train.dtype)
         vocabularies: dict[torch.device, Vocabulary] = {}
         for device in self.drafter_devices:
             if device not in vocabularies:
-                nearest = loaded.get(device, self.targets[0])
+                nearest = loaded.get((device,), self.targets[0])
                 vocabularies[device] = nearest.vocabulary(config.drafter.embedding_scale).to(device, dtype)
         self.replicas = [Replica(config, device, vocabularies[device]) for device in self.drafter_devices]
         if checkpoint is not None:
@@ -254,25 +277,31 @@ class _Run:
         self.source = Source(data, config, self.topology, self.progress.step, self.progress.place)
         dtypes = f"{config.train.dtype} on {', '.join(map(str, self.drafter_devices))}"
         self.report(
-            f"{len(self.targets)} target threads on {', '.join(map(str, self.target_devices))}; "
+            f"{len(self.targets)} target threads on {', '.join(map(_names, self.target_groups))}; "
             f"{len(self.replicas)} drafters in {dtypes}; {self.hosts.size} hosts; {self.source.rows_per_step} rows of "
             f"{config.data.row_length} tokens a step; {self.progress.data}"
         )
 
-    def _load_data(self, target: Target) -> PackedDocuments:
-        folder = Path(self.config.data.path)
-        if not self.config.data.path:
-            if self.config.target.path != "tiny":
-                raise ConfigError("data.path is empty; name a folder that `dflash-train prepare` wrote")
-            folder = self.run / "data"
-            if self.hosts.rank == 0 and not (folder / MANIFEST).is_file():
-                make_tiny_data(target, folder, seed=self.config.target.seed)
-            self.hosts.wait()
-        documents = Documents(folder)
+    def _load_target(self, documents: Documents | None, group: tuple[torch.device, ...]) -> Target | CachedTarget:
+        if not self.config.data.hidden:
+            return self.load(self.config.target, self.config.drafter.taps, *group)
+        assert documents is not None  # the config sees to it
+        return CachedTarget(Path(self.config.data.hidden), self.config, documents, group[0])
+
+    def _make_data(self, target: Target | CachedTarget) -> Documents:
+        if self.config.target.path != "tiny" or not isinstance(target, Target):
+            raise ConfigError("data.path is empty; name a folder that `dflash-train prepare` wrote")
+        folder = self.run / "data"
+        if self.hosts.rank == 0 and not (folder / MANIFEST).is_file():
+            make_tiny_data(target, folder, seed=self.config.target.seed)
+        self.hosts.wait()
+        return Documents(folder)
+
+    def _pack(self, documents: Documents) -> PackedDocuments:
         manifest = documents.manifest
         if manifest.vocab_size > self.config.drafter.vocab_size:
             raise ConfigError(
-                f"{folder} was made by a tokenizer of {manifest.vocab_size} ids, more than drafter.vocab_size = "
+                f"the data was made by a tokenizer of {manifest.vocab_size} ids, more than drafter.vocab_size = "
                 f"{self.config.drafter.vocab_size}; it belongs to another target"
             )
         data = PackedDocuments(documents, self.config.data.row_length)
@@ -315,7 +344,7 @@ class _Run:
 
     # The run: main thread and crew.
 
-    def _train(self) -> None:
+    def _train(self, live: bool) -> None:
         dtype = getattr(torch, self.config.train.dtype)
         self.pipeline = Pipeline(
             self.crew, self.source, self.targets, self.drafter_devices, dtype, self.config.train.prefetch
@@ -325,14 +354,26 @@ class _Run:
         self._began = self._step_ended = time.perf_counter()
         self._first_step = self.progress.step
         self._counted = (0, 0)
-        self.crew.start()
-        while not self.crew.wait(1.0):
-            if time.perf_counter() - self._step_ended > self.config.train.stall_seconds:
-                dump_stacks()
-                self.crew.stop("watchdog", TimeoutError(f"no step ended within {self.config.train.stall_seconds:.0f} s"))
-                break
-        stuck = self.crew.join()
+        self._lock_waited_s = compile_guard.trace_lock.statistics().waited_s
+        with LiveView(self._lanes(), lambda: self._latest).show() if live else nullcontext():
+            self.crew.start()
+            while not self.crew.wait(1.0):
+                if time.perf_counter() - self._step_ended > self.config.train.stall_seconds:
+                    dump_stacks()
+                    self.crew.stop("watchdog", TimeoutError(f"no step ended within {self.config.train.stall_seconds:.0f} s"))
+                    break
+            stuck = self.crew.join()
         self._finish(stuck)
+
+    def _lanes(self) -> list[Lane]:
+        counts = {f"target-{i}": (self.pipeline.target_tokens, i) for i in range(len(self.targets))}
+        counts |= {f"drafter-{i}": (self._tokens, i) for i in range(len(self.replicas))}
+        devices = dict(zip(counts, map(str, [*map(_names, self.target_groups), *self.drafter_devices]), strict=True))
+        clocks = {clock.name: clock for clock in self.crew.clocks}
+        return [
+            Lane(clock=clocks[name], device=devices[name], tokens=lambda tokens=tokens, i=i: tokens[i])  # type: ignore[misc]
+            for name, (tokens, i) in counts.items()
+        ]
 
     def _run_drafter(self, index: int, clock: Clock) -> None:
         replica, channel = self.replicas[index], self.pipeline.channels[index]
@@ -436,12 +477,14 @@ class _Run:
             drafter_tok_s=(tokens - before[1]) / spent,
             target_wait=_mean_share(clocks, "target"),
             drafter_wait=_mean_share(clocks, "drafter"),
-            memory_gib=peak_memory_gib([*self.target_devices, *self.drafter_devices]),
+            step_s=spent,
+            memory_gib=peak_memory_gib([*sum(self.target_groups, ()), *self.drafter_devices]),
             bad_steps=progress.bad_steps,
             epoch=self.source.epoch(progress.place),
             saved=self.last_saved,
             eta_s=(now - self._began) / max(1, done) * (train.steps - progress.step),
         )
+        self._latest = record
         for logger in self.loggers:
             logger.log(vars(record))
         if progress.step % train.log_every == 0 or self._leaving or progress.bad_in_a_row:
@@ -481,12 +524,13 @@ class _Run:
         cause = self.crew.cause
         try:
             self.writer.wait()
-        except (OSError, SafetensorError, TimeoutError) as error:
+        except (OSError, SafetensorError, TimeoutError, RuntimeError) as error:  # the last: a host is gone
             cause = cause or error
         self.writer.close()
         if cause is None:
             if self.hosts.rank == 0:
-                summarise(self.run, self.crew.clocks, self.findings, self.report)
+                waited = compile_guard.trace_lock.statistics().waited_s - self._lock_waited_s
+                summarise(self.run, self.crew.clocks, self.findings, waited, self.report)
             return
         saved = self._save_after_failure(stuck)
         thread = f"thread {self.crew.failed}" if self.crew.failed else "the run"
@@ -499,12 +543,15 @@ class _Run:
         last = f"{kept[-1].name} is complete; --resume goes on from it" if kept else "No checkpoint was complete yet"
         if (kept and kept[-1].name == f"step-{self.progress.step:06d}") or self.progress.step == 0:
             return last
-        if self.hosts.size > 1:
-            return f"Other hosts may stand elsewhere, so nothing was saved now. {last}"
         if stuck or not self._consistent:
             return f"The drafters stand at different steps, so nothing was saved now. {last}"
+        if self.hosts.size > 1 and not self._alike:
+            return f"Each host has drafters of its own, and not all may be there, so nothing was saved now. {last}"
+        if self.hosts.rank > 0:
+            return f"Rank 0 has the same step, and saves it. {last}"
         try:
-            write(self.run, self._snapshot(), self.hosts, self.config.train.keep_last)
+            # All drafters are alike, here and elsewhere: nobody else is needed, nor waited for.
+            write(self.run, self._snapshot(), Hosts(alone=True), self.config.train.keep_last)
         except (OSError, SafetensorError, RuntimeError) as error:  # a GPU that failed may refuse the copy as well
             return f"Saving failed too ({error}). {last}"
         return f"Step {self.progress.step} was saved; --resume goes on from it"
@@ -518,6 +565,10 @@ class _Run:
 
 
 _NO_SUMS = LossSums(**dict.fromkeys(LossSums.__dataclass_fields__, torch.zeros(())))
+
+
+def _names(group: tuple[torch.device, ...]) -> str:
+    return "+".join(map(str, group))
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.compile_fx as compile_fx
 from runs import column, same_bits, small_run, weights_of
 from test_resume import all_state
 
-from dflash_train import trainer
-from dflash_train.averaging import combine
+import compile_guard
+from dflash_train import checkpoint, trainer
 from dflash_train.checkpoint import checkpoints
 from dflash_train.conversations import DataError
 from dflash_train.pipeline import Source
@@ -190,13 +191,35 @@ def test_a_drafter_that_does_not_fit_is_told_before_the_run(
         small_run(tiny_data, tmp_path / "run", *TOPOLOGY)
 
 
-@pytest.mark.parametrize("where", ["average", "save"])
+def test_a_signal_during_a_compile_ends_the_run_when_the_compile_is_over(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: None
+) -> None:
+    """It comes inside Inductor, while this thread holds the lock over torch's tracers."""
+    original: Callable[..., object] = compile_fx.compile_fx
+    seen: list[str | None] = []
+
+    def compile_with_signal(*arguments: object, **options: object) -> object:
+        if not seen:
+            seen.append(compile_guard.trace_lock.statistics().doing)
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_with_signal)
+    outcome = small_run(tiny_data, tmp_path / "run", *TOPOLOGY, "train.compile=true")
+    assert (outcome.signal, outcome.progress.step, outcome.checkpoint) == (signal.SIGTERM, 0, None)
+    assert str(seen[0]).startswith("torch.compile of _run_drafter")
+    assert compile_guard.trace_lock.statistics().owner is None
+    monkeypatch.undo()
+    assert small_run(tiny_data, tmp_path / "run", *TOPOLOGY, "train.compile=true", resume=True).progress.step == 8
+
+
+@pytest.mark.parametrize("where", ["average", "snapshot", "write"])
 def test_a_signal_during_averaging_or_a_save_ends_the_run_after_the_step(
     where: str, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fired = threading.Event()
 
-    def with_signal(original: Callable[..., object], step: int) -> Callable[..., object]:
+    def with_signal(original: Callable[..., object]) -> Callable[..., object]:
         def call(*arguments: object, **options: object) -> object:
             if threading.current_thread() is not threading.main_thread() and not fired.is_set():
                 fired.set()
@@ -205,8 +228,8 @@ def test_a_signal_during_averaging_or_a_save_ends_the_run_after_the_step(
 
         return call
 
-    name, original = ("combine", combine) if where == "average" else ("mean_of", trainer.mean_of)
-    monkeypatch.setattr(trainer, name, with_signal(original, 3))
+    owner, name = {"average": (trainer, "combine"), "snapshot": (trainer, "mean_of"), "write": (checkpoint, "_save")}[where]
+    monkeypatch.setattr(owner, name, with_signal(getattr(owner, name)))
     settings = [*TOPOLOGY, "train.synchronise=weights", "train.average_every=3", "train.save_every=3", "train.steps=500"]
     outcome = small_run(tiny_data, tmp_path / "run", *settings)
     assert outcome.signal == signal.SIGTERM

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from runs import SMALL
+from tiny import write_lines
 
 from dflash_train.cli import main
 from dflash_train.config_files import load_config
@@ -54,6 +57,52 @@ def test_a_run_that_fails_exits_with_one_and_one_that_cannot_start_with_two(
     assert main(command) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("dflash-train: thread reader failed after step 0: OSError: no such disk. No checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.steps=abc", "train.steps must be a whole number, got 'abc'; such as train.steps = 10000"),
+        ("target.path=/nope", "/nope is neither a folder with a config.json nor a .gguf file; models are read from disk only"),
+        ("data.path=/nope", "/nope has no manifest.json; make it with `python -m dflash_train prepare -o /nope`"),
+    ],
+)
+def test_what_cannot_start_says_the_value_the_place_and_the_next_step(
+    setting: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "tiny-cpu", "-o", str(tmp_path / "run"), f"--set={setting}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_read_say_what_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("a = [")
+    assert main(["config", str(bad)]) == 2
+    assert "`dflash-train config tiny-cpu` prints a whole file to go by" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["train", "tiny-cpu", "-o", str(tmp_path / "file" / "run")]) == 2
+    assert "run cannot be made: Not a directory; give another folder as -o DIR" in capsys.readouterr().err
+    missing = ["prepare", "--input", str(tmp_path / "nope.jsonl"), "--tokenizer=bytes", "-o", str(tmp_path / "data")]
+    assert main(missing) == 2
+    assert "No such file or directory; name a JSONL file, one sample in each line" in capsys.readouterr().err
+
+
+def test_the_example_script_trains_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    root = Path(__file__).parents[2]
+    shim = tmp_path / "bin" / "dflash-train"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dflash_train "$@"\n')
+    shim.chmod(0o755)
+    prompts = write_lines(tmp_path / "prompts.jsonl", *({"turns": [f"question {i}"]} for i in range(12)))
+    environ = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
+    environ |= {"PRESET": "tiny-cpu", "TOKENIZER": "bytes", "OMP_NUM_THREADS": "1"}
+    for steps in (2, 3):
+        command = [str(root / "start_training.sh"), "tiny", str(prompts), str(tmp_path / "run")]
+        command += overrides(*SMALL, f"train.steps={steps}")
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.endswith(f"{tmp_path}/run/step-{steps:06d}\n")
 
 
 def test_a_target_on_disk_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,26 @@ def test_the_same_global_batch_trains_alike_however_it_is_spread(
     assert difference < TOLERANCE
 
 
+def test_the_same_documents_train_alike_however_they_are_packed(tiny_data: Path, tmp_path: Path) -> None:
+    """Each step has all documents: one or two in a row, or many in a row and one row a batch."""
+    documents = Documents(tiny_data)
+    longest = int(documents.lengths.max())
+    runs: list[Path] = []
+    for row_length, accumulated in ((longest, False), (2 * longest, False), (8 * longest, True)):
+        rows = len(PackedDocuments(documents, row_length))
+        spread = (1, rows) if accumulated else (rows, 1)
+        runs.append(tmp_path / str(row_length))
+        settings = [f"data.row_length={row_length}", f"data.rows_per_batch={spread[0]}", f"train.accumulation={spread[1]}"]
+        small_run(tiny_data, runs[-1], *settings, "anchors.per_document=4", "anchors.per_row=128")
+        print(f"\n  {len(documents)} documents in {rows} rows")
+    for run in runs[1:]:
+        assert column(run, "loss") == pytest.approx(column(runs[0], "loss"), rel=1e-5)
+        assert column(run, "accept") == pytest.approx(column(runs[0], "accept"))
+        difference = largest_difference(weights_of(runs[0], 8), weights_of(run, 8))
+        print(f"\n  weights differ by {difference:.1e} at most")
+        assert difference < TOLERANCE
+
+
 def test_averaging_weights_every_step_is_not_averaging_gradients(reference: Path, tiny_data: Path, tmp_path: Path) -> None:
     """The mirror of the test above: it can tell."""
     settings = ["data.rows_per_batch=2", "train.drafter_devices=cpu,cpu", "train.synchronise=weights"]
@@ -116,7 +136,10 @@ def test_the_founding_topology_five_targets_and_three_drafters(tiny_data: Path, 
     assert outcome.progress.place == 60
     left = [thread.name for thread in set(threading.enumerate()) - before if not thread.name.startswith("checkpoint")]
     assert left == []
-    names = json.loads((tmp_path / "run" / "summary.json").read_text())["seconds"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    names, accept = summary["seconds"], column(tmp_path / "run", "accept")
+    assert summary["acceptance_teacher_forced"] == {"untrained": accept[0], "trained": sum(accept[-10:]) / 10}
+    assert summary["lock_s"] == 0.0
     assert sorted(names) == [*(f"drafter-{i}" for i in range(3)), "reader", *(f"target-{i}" for i in range(5))]
     losses = column(tmp_path / "run", "loss")
     assert sum(losses[-5:]) < sum(losses[:5])
