@@ -4,7 +4,7 @@ A drafter gives one distribution per position, so a prefix u has probability Q(u
 is expected to have Σ_{u in tree} Q(u) of its drafts accepted: the best tree of M nodes is the M most probable prefixes.
 
 Everything here is tensor arithmetic of fixed shapes on the device of the logits: nothing is read back. The tree itself is
-made level by level on the CPU, and by two Triton kernels (`tree_kernel.py`) on a CUDA device; node for node the same.
+made level by level on the CPU, and by two Triton kernels (`kernels/tree.py`) on a CUDA device; node for node the same.
 
 Legend of shapes: R rows, D positions drafted, V vocabulary, M drafted nodes, L = M+1 nodes with the root.
 """
@@ -84,7 +84,8 @@ def build_tree(roots: Tensor, logits: Tensor, num_nodes: int, *, ranks: int | No
     best_log = logits.log_softmax(-1, dtype=torch.float32).gather(-1, best_tokens).clamp_(max=0.0)
     kernel = _tree_kernel() if logits.is_cuda else None
     if kernel is not None and kernel.fits(num_nodes, max_depth):
-        return Tree(**kernel.grow_tree(roots, best_log, best_tokens, num_nodes), max_depth=max_depth)
+        tree: Tree = kernel.grow_tree(roots, best_log, best_tokens, num_nodes)
+        return tree
     return grow_tree(roots, best_log, best_tokens, num_nodes)
 
 
@@ -181,7 +182,7 @@ def walk_tree(tree: Tree, posterior: Tensor) -> Walk:
 def _tree_kernel() -> Any:
     """The module of kernels, or None where there is no Triton."""
     try:
-        return importlib.import_module("dflash_train.tree_kernel")
+        return importlib.import_module("dflash_train.kernels.tree")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "triton":
             raise

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_train.ddtree import Tree
+
 MAX_NODES, MAX_DEPTH = 4096, 62
 """What fits the bits of a key: 6 for the depth, 13 each for the parent and for the rank of the token."""
 
@@ -24,14 +26,14 @@ def fits(num_nodes: int, max_depth: int) -> bool:
     return num_nodes <= MAX_NODES and max_depth <= MAX_DEPTH
 
 
-def grow_tree(roots: Tensor, best_log: Tensor, best_tokens: Tensor, num_nodes: int) -> dict[str, Tensor]:
-    """The fields of the `Tree` of `num_nodes` drafted nodes; that many prefixes must exist.
+def grow_tree(roots: Tensor, best_log: Tensor, best_tokens: Tensor, num_nodes: int) -> Tree:
+    """`ddtree.grow_tree` in two launches.
 
     Args:
         roots: [R] int64.
         best_log: [R, D, W] fp32, 0 or less, in descending order.
         best_tokens: [R, D, W] int64, the tokens that they belong to.
-        num_nodes: M.
+        num_nodes: M, of which `fits` is true; that many prefixes must exist.
     """
     rows, max_depth, width = best_log.shape
     length = num_nodes + 1
@@ -51,11 +53,13 @@ def grow_tree(roots: Tensor, best_log: Tensor, best_tokens: Tensor, num_nodes: i
         roots.contiguous(), best_tokens.contiguous(), parents, depths, ranks, tokens, ancestors.view(torch.uint8),
         LENGTH=length, DEPTH=max_depth, WIDTH=width, BLOCK=block, COLUMNS=triton.next_power_of_2(length),
     )  # fmt: skip
-    return {"tokens": tokens, "parents": parents, "depths": depths, "ancestors": ancestors, "log_probs": log_probs}
+    return Tree(
+        tokens=tokens, parents=parents, depths=depths, ancestors=ancestors, log_probs=log_probs, max_depth=max_depth
+    )
 
 
 @triton.jit
-def _key(score, depth, parent, rank):  # type: ignore[no-untyped-def]
+def _key(score, depth, parent, rank):
     """One int64 in which a prefix that stands before another is larger: by its score (0 or less, so the bits of its size
     grow as it falls), then by depth, parent and rank. No two prefixes have the same."""
     size = (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
@@ -64,7 +68,7 @@ def _key(score, depth, parent, rank):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _search(  # type: ignore[no-untyped-def]
+def _search(
     log_ptr, parents_ptr, depths_ptr, ranks_ptr, scores_ptr,
     NODES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +104,7 @@ def _search(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _describe(  # type: ignore[no-untyped-def]
+def _describe(
     roots_ptr, best_tokens_ptr, parents_ptr, depths_ptr, ranks_ptr, tokens_ptr, ancestors_ptr,
     LENGTH: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
