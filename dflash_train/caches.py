@@ -10,12 +10,11 @@ Legend of shapes: R rows, C slots of a cache, L nodes of a tree, P tokens of a p
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_train.config import SLIDING
 from dflash_train.ddtree import Tree, chain_tree
@@ -64,7 +63,7 @@ def check_decoding(target: Target) -> None:
     text = [(7 * i + 1) % vocab for i in range(9)]
     other = [*text[:6], (text[6] + 3) % vocab, (text[7] + 5) % vocab, text[8]]
     positions = torch.arange(9, device=target.device)[None]
-    plain = [_run(target, torch.tensor([ids], device=target.device), positions).final[0].float() for ids in (text, other)]
+    plain = [target.run(torch.tensor([ids], device=target.device), positions).final[0].float() for ids in (text, other)]
     cache = open_cache(target, 1, 16)
     cache.prefill([text[:5]])
     device = target.device
@@ -129,7 +128,7 @@ class SlotCache:
         start = self.lengths.unsqueeze(1)
         positions = start + tree.depths
         self._store.slots = start + torch.arange(tree.tokens.shape[1], device=start.device)
-        return _run(self._target, tree.tokens, positions, self._masks(tree, positions), self._store)
+        return self._target.run(tree.tokens, positions, self._masks(tree, positions), self._store)
 
     def keep(self, tree: Tree, path: Tensor, counts: Tensor) -> None:
         self._store.move(self.lengths.unsqueeze(1) + path, self.lengths)
@@ -260,7 +259,7 @@ class ReplayCache:
 
     def _forward(self, cache: Any, tokens: Tensor, start: int) -> TargetStates:
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return _run(self._target, tokens, positions, None, cache)
+        return self._target.run(tokens, positions, None, cache)
 
 
 class DrafterCache:
@@ -325,30 +324,6 @@ class DrafterCache:
             sliding_rule=config.sliding_rule,
         )
         return dense_mask(ranges)
-
-
-def _run(target: Target, tokens: Tensor, positions: Tensor, masks: Any = None, cache: Any = None) -> TargetStates:
-    """One pass of the target with its taps."""
-    decoder, captured = target._decoder, target._captured
-    captured.states = {}
-    try:
-        out = decoder(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=masks,
-            use_cache=cache is not None,
-            **({} if cache is None else {_cache_argument(decoder): cache}),
-        )
-        final: Tensor = out.last_hidden_state
-        taps = torch.cat([final[..., :0], *(captured.states[i] for i in target.layer_ids)], dim=-1)
-    finally:
-        captured.states = None
-    return TargetStates(taps=taps, final=final)
-
-
-def _cache_argument(decoder: nn.Module) -> str:
-    """Newer versions of `transformers` call it `cache` and warn of the name that the older ones know."""
-    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 def _config(target: Target) -> Any:

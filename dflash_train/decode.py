@@ -145,8 +145,7 @@ class Decoder:
         Raises:
             ConfigError: an empty prompt, an id without a row in the embedding, or a mode that lacks what it needs.
         """
-        self._check(prompts, mode, budget)
-        run = _Run(self, prompts, mode, config, budget)
+        run = self._begin(prompts, mode, config, budget)
         begin = time.perf_counter()
         run.prefill()
         prefilled = time.perf_counter()
@@ -160,6 +159,12 @@ class Decoder:
             decode_seconds=time.perf_counter() - prefilled,
             num_steps=num_steps,
         )
+
+    def _begin(
+        self, prompts: Sequence[Sequence[int]], mode: Mode, config: DecodeConfig, budget: int | None
+    ) -> _Run:
+        self._check(prompts, mode, budget)
+        return _Run(self, prompts, mode, config, budget)
 
     def _check(self, prompts: Sequence[Sequence[int]], mode: str, budget: int | None) -> None:
         if mode not in MODES:

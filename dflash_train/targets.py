@@ -1,11 +1,12 @@
 """The frozen language model that is drafted for: loading, and the hidden states that a drafter reads.
 
-Any causal language model of `transformers` whose decoder has one list of layers; prefill only. What a model can do is
+Any causal language model of `transformers` whose decoder has one list of layers. What a model can do is
 found out by trying it on a few tokens at loading, never by its name or by the version of `transformers`.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,9 @@ class Target:
             raise TargetError(f"{name} has layers 0 … {len(self._layers) - 1}, but {beyond} are to be tapped")
         self.layer_ids = tuple(layer_ids)
         self._captured = threading.local()
+        # Newer versions of `transformers` call it `cache` and warn of the name that the older ones know.
+        parameters = inspect.signature(self._decoder.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         for i in set(layer_ids):
             self._layers[i].register_forward_hook(self._capture(i))
         self._check_head()
@@ -107,8 +111,33 @@ class Target:
             positions: [R, S] int64, position in the document.
         """
         if self.packs_documents:
-            return self._run(tokens, positions)
+            return self.run(tokens, positions)
         return self._run_each_document(tokens, documents)
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, positions: Tensor, masks: Any = None, cache: Any = None) -> TargetStates:
+        """One pass over rows as they are, behind what `cache` holds.
+
+        Args:
+            tokens: [R, L] int64 on the target's device.
+            positions: [R, L] int64.
+            masks: as the decoder takes them: additive [R, 1, L, slots of the cache], one for all layers or by their kind;
+                None: causal, and documents are told apart by their positions where `packs_documents`.
+            cache: of `transformers`, or what stands in its place; written to. None: nothing is kept.
+        """
+        self._captured.states = {}
+        try:
+            final: Tensor = self._decoder(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=masks,
+                use_cache=cache is not None,
+                **({} if cache is None else {self._cache_argument: cache}),
+            ).last_hidden_state
+            taps = torch.cat([final[..., :0], *(self._captured.states[i] for i in self.layer_ids)], dim=-1)
+        finally:
+            self._captured.states = None
+        return TargetStates(taps=taps, final=final)
 
     def check(self, drafter: DrafterConfig) -> None:
         """Whether a drafter fits this target.
@@ -144,15 +173,6 @@ class Target:
 
         return hook
 
-    def _run(self, tokens: Tensor, positions: Tensor) -> TargetStates:
-        self._captured.states = {}
-        try:
-            final = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-            taps = torch.cat([final[..., :0], *(self._captured.states[i] for i in self.layer_ids)], dim=-1)
-        finally:
-            self._captured.states = None
-        return TargetStates(taps=taps, final=final)
-
     def _run_each_document(self, tokens: Tensor, documents: Tensor) -> TargetStates:
         """Padding stands on the right, where a causal or recurrent layer cannot see it from the document."""
         spans = []
@@ -173,7 +193,7 @@ class Target:
             padded = tokens.new_zeros(len(batch), longest)
             for i, (row, start, end) in enumerate(batch):
                 padded[i, : end - start] = tokens[row, start:end]
-            out = self._run(padded, torch.arange(longest, device=tokens.device).expand_as(padded))
+            out = self.run(padded, torch.arange(longest, device=tokens.device).expand_as(padded))
             for i, (row, start, end) in enumerate(batch):
                 taps[row, start:end] = out.taps[i, : end - start]
                 final[row, start:end] = out.final[i, : end - start]
@@ -183,7 +203,7 @@ class Target:
     def _check_head(self) -> None:
         tokens = torch.arange(1, 5, device=self.device)[None] % self._embedding.shape[0]
         expected = self.model(input_ids=tokens, use_cache=False).logits.float()
-        ours = self.vocabulary().logits(self._run(tokens, torch.arange(4, device=self.device)[None]).final).float()
+        ours = self.vocabulary().logits(self.run(tokens, torch.arange(4, device=self.device)[None]).final).float()
         scale = expected.abs().max().clamp_min(1e-6)
         difference = float((ours - expected).abs().max() / scale)
         if not difference < 0.02:  # also true of NaN
@@ -201,7 +221,7 @@ class Target:
         changed = tokens.clone()
         for row, split in enumerate(splits):
             changed[row, :split] = (changed[row, :split] + 3) % self._embedding.shape[0]
-        before, after = self._run(tokens, positions), self._run(changed, positions)
+        before, after = self.run(tokens, positions), self.run(changed, positions)
         for row, split in enumerate(splits):
             moved = not torch.equal(before.final[row, :split], after.final[row, :split])
             still = torch.equal(before.final[row, split:], after.final[row, split:])
