@@ -1,13 +1,13 @@
 """What a DDTree costs: making it from the drafter's logits, and a decoding step beside the target's own pass.
 
-    python -m benchmarks.ddtree [--vocab 150000] [--depth 7] [--budgets 16,64,256,1024] [--context 1024] [--limit 120] [--json FILE]
+    python -m benchmarks.ddtree [--vocab 150000] [--depth 7] [--budgets 16,64,256,1024] [--limit 120] [--json FILE]
 
-1. `build_tree` from logits [1, D, V] to tokens, parents, depths and masks on the device, stage by stage: eager, and replayed from
-   a CUDA graph, where launches from Python cost nothing. Bound: 256 nodes of V = 150,000 in 0.5 ms, eager.
-2. A step of `ddtree` on Gemma 3 270M (random weights of its shape, or `--target DIR|GGUF`), a drafter of the `gemma3-270m` preset,
-   one row: its parts, and the whole over the target's own pass, which has the same tokens, cache and masks, made before.
+1. `build_tree` from logits [1, D, V] to tokens, parents, depths and masks on the device, stage by stage: eager, and
+   replayed from a CUDA graph, where launches from Python cost nothing. Bound: 256 nodes of V = 150,000 in 0.5 ms, eager.
+2. A step of `ddtree` on Gemma 3 270M (random weights of its shape, or `--target DIR|GGUF`), a drafter of the preset, one
+   row: its parts, and the verification over the target's own pass, which has the same tokens, cache and masks, made before.
 
-Times are medians of CUDA events. Without a GPU everything runs in a small size on the CPU, by the clock, which shows that it runs.
+Times are medians of CUDA events. Without a GPU all runs in a small size on the CPU, by the clock, to show that it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.measure import environment, markdown, time_cuda, write_json
 from dflash_train import ddtree

@@ -17,10 +17,11 @@ from dflash_train.chat_tokenizers import ByteTokenizer
 from dflash_train.cli import main
 from dflash_train.config import RunConfig
 from dflash_train.config_files import load_config
+from dflash_train.conversations import Message
 from dflash_train.data import Documents
 from dflash_train.decode import DecodeConfig, Decoder, Generation
 from dflash_train.drafter_files import save_drafter
-from dflash_train.evaluate import read_prompts, steps_before_loop
+from dflash_train.evaluate import Prompt, list_ways, measure, read_prompts, steps_before_loop
 from dflash_train.export import export_run
 
 pytest.importorskip("transformers")
@@ -99,9 +100,9 @@ def evaluate(trained: Trained, folder: Path, *options: str) -> tuple[int, dict[s
 def test_the_report_has_every_mode_budget_and_task(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, rows = evaluate(trained, tmp_path, "--mode", "ar,chain,ddtree,lookup", "--budget", "8,32", "--batch-size", "2")
+    code, rows = evaluate(trained, tmp_path, "--mode", "ar,chain,ddtree,lookup,generate", "--budget", "8,32", "--batch-size", "2")
     assert code == 0
-    ways = ("ar None", "chain None", "ddtree 8", "ddtree 32", "lookup None")
+    ways = ("ar None", "chain None", "ddtree 8", "ddtree 32", "lookup None", "generate None")
     assert list(rows) == [f"{way} {task}" for way in ways for task in ("all", "letters", "texts")]
     for row in rows.values():
         assert row["same_as_ar"] == row["prompts"] == {"all": 5, "letters": 3, "texts": 2}[str(row["task"])]
@@ -109,9 +110,25 @@ def test_the_report_has_every_mode_budget_and_task(
         # tau is 1 and the sum of the shares by position: the convention in one line.
         assert row["tau"] == pytest.approx(1 + sum(row["acceptance_by_position"]))  # type: ignore[arg-type,call-overload]
     assert rows["ar None all"]["tau"] == rows["ar None all"]["speedup"] == 1.0
+    assert rows["generate None all"]["tau"] == rows["generate None all"]["speedup_over_generate"] == 1.0
     table = capsys.readouterr().out
-    assert len(table.splitlines()) == 16
+    assert len(table.splitlines()) == 19
     assert "ddtree 32" in table
+
+
+def test_a_tree_accepts_more_than_the_chain_of_the_same_drafter(trained: Trained, tmp_path: Path) -> None:
+    """A drafter half way to knowing its text by heart, and the same text sampled, which leaves what it has seen."""
+    _, drafter, target, _ = train(trained.config, tmp_path / "data", 100, temperature=0.0)
+    decoder = Decoder(target, drafter)
+    prompts = [Prompt(task="all", tokens=tokens) for tokens in trained.prompts]
+    for temperature in (0.0, 0.7):
+        config = replace(ENDS, temperature=temperature)
+        rows = measure(decoder, prompts, list_ways(["chain", "ddtree"], [3, 16, 64]), config, batch_size=24)
+        chain, three, sixteen, many = (row.tau or 0.0 for row in rows)
+        shown = f"chain {chain:.2f}, trees of 3, 16, 64 nodes {three:.2f}, {sixteen:.2f}, {many:.2f}"
+        print(f"\n  T = {temperature}: tau of {shown} (of 4)", end="")
+        assert chain < sixteen < many
+        assert temperature or many > 1.15 * chain
 
 
 def test_sampled_text_is_not_compared_word_by_word(trained: Trained, tmp_path: Path) -> None:
@@ -124,7 +141,7 @@ def test_sampled_text_is_not_compared_word_by_word(trained: Trained, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mode", "ar,tree"], "--mode takes ar,chain,ddtree,lookup, or some of them; got tree"),
+        (["--mode", "ar,tree"], "--mode takes ar,chain,ddtree,lookup,generate, or some of them; got tree"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--tokenizer", "/nowhere"], "/nowhere"),
     ],
