@@ -31,8 +31,8 @@ from dflash_train.targets import Target
 Mode = Literal["ar", "chain", "ddtree", "lookup"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# Nodes whose logits exist at once: of 1,025 nodes and 150,000 tokens they would take 0.6 GB in fp32, twice when sampled.
-_NODES_PER_CHUNK = 256
+# Nodes of all rows whose logits exist at once: those of 150,000 tokens take 0.3 GB in fp32, twice when sampled.
+_NODES_PER_CHUNK = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +275,8 @@ class _Run:
         if self._draft_probs is not None:
             target = sampling_probs(self._logits(final), self._config.temperature, self._config.top_p)
             return accept_chain(tree.tokens[:, 1:], self._draft_probs, target, self._generator)
-        return walk_tree(tree, torch.cat([self._pick(part) for part in torch.split(final, _NODES_PER_CHUNK, dim=1)], dim=1))
+        parts = torch.split(final, max(1, _NODES_PER_CHUNK // len(final)), dim=1)
+        return walk_tree(tree, torch.cat([self._pick(part) for part in parts], dim=1))
 
     def _pick(self, final: Tensor) -> Tensor:
         """The target's token after each of final states [R, L, H]: [R, L]."""

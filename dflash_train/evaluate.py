@@ -178,15 +178,18 @@ def measure(
     *,
     batch_size: int = 1,
     pad_id: int = 0,
+    warm_up: bool = True,
 ) -> list[Row]:
     """Decode the prompts in every way: a row for each, and with several tasks one more for each task.
 
-    The first batch of each way runs once before the clock does: kernels are chosen, and memory is taken, at the first use.
+    With `warm_up` the first batch of each way runs once before the clock does: kernels are chosen, and memory is taken, at
+    the first use. Where only tau counts it can be left out.
     """
     batches = list(_batches(prompts, batch_size))
     measured: dict[Way, list[_Measured]] = {}
     for way in ways:
-        _measure(decoder, batches[0], way, config, pad_id)
+        if warm_up:
+            _measure(decoder, batches[0], way, config, pad_id)
         measured[way] = [_measure(decoder, batch, way, config, pad_id) for batch in batches]
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     plain, theirs = measured.get(Way("ar", None)), measured.get(Way("generate", None))

@@ -17,7 +17,6 @@ from dflash_train.chat_tokenizers import ByteTokenizer
 from dflash_train.cli import main
 from dflash_train.config import RunConfig
 from dflash_train.config_files import load_config
-from dflash_train.conversations import Message
 from dflash_train.data import Documents
 from dflash_train.decode import DecodeConfig, Decoder, Generation
 from dflash_train.drafter_files import save_drafter
@@ -100,7 +99,8 @@ def evaluate(trained: Trained, folder: Path, *options: str) -> tuple[int, dict[s
 def test_the_report_has_every_mode_budget_and_task(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, rows = evaluate(trained, tmp_path, "--mode", "ar,chain,ddtree,lookup,generate", "--budget", "8,32", "--batch-size", "2")
+    modes = "ar,chain,ddtree,lookup,generate"
+    code, rows = evaluate(trained, tmp_path, "--mode", modes, "--budget", "8,32", "--batch-size", "2")
     assert code == 0
     ways = ("ar None", "chain None", "ddtree 8", "ddtree 32", "lookup None", "generate None")
     assert list(rows) == [f"{way} {task}" for way in ways for task in ("all", "letters", "texts")]
