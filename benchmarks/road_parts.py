@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import time
@@ -78,8 +79,14 @@ def convert_target(path: str, template: str | None, folder: Path) -> str:
     if not (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(path, template)
         assert isinstance(tokenizer, TemplateTokenizer)
-        model: Any = load_target(TargetConfig(path=path, dtype="bfloat16"), ()).model
-        model.save_pretrained(folder)
+        loaded: Any = load_target(TargetConfig(path=path, dtype="bfloat16"), ()).model
+        # What came from a .gguf file counts as quantised there and cannot be saved: a model of its own takes the weights.
+        config = copy.deepcopy(loaded.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        plain: Any = type(loaded)(config).to(torch.bfloat16)
+        plain.load_state_dict(loaded.state_dict())
+        plain.save_pretrained(folder)
         tokenizer._tokenizer.save_pretrained(folder)
     return str(folder)
 
