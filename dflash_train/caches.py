@@ -10,12 +10,14 @@ Legend of shapes: R rows, C slots of a cache, L nodes of a tree, P tokens of a p
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+import compile_guard
 from dflash_train.config import SLIDING
 from dflash_train.ddtree import Tree, chain_tree
 from dflash_train.drafter import DecoderLayer, Drafter, attend, rotate, rotation
@@ -24,6 +26,9 @@ from dflash_train.model_files import TargetError
 from dflash_train.targets import Target, TargetStates
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_VERSIONS = 64
+"""Compiled versions of a step before it runs eager (which the guard reports)."""
+_OPTIONS: dict[str, Any] = {"dynamic": False, "fullgraph": True}
 
 
 class TargetCache(Protocol):
@@ -43,13 +48,22 @@ class TargetCache(Protocol):
         is)."""
 
 
-def open_cache(target: Target, num_rows: int, capacity: int) -> TargetCache:
+def open_cache(target: Target, num_rows: int, capacity: int, *, compiled: bool = False) -> TargetCache:
     """A cache for `num_rows` rows of at most `capacity` tokens, candidates in flight included.
 
-    Attention alone, full or sliding: `SlotCache`. Recurrent layers among them: `ReplayCache`.
+    Attention alone, full or sliding: `SlotCache`. Recurrent layers among them: `ReplayCache`, which is never compiled: its
+    shapes change from step to step.
     """
     kinds = set(getattr(_config(target), "layer_types", None) or ())
-    return SlotCache(target, num_rows, capacity) if kinds <= _ATTENTION_KINDS else ReplayCache(target, num_rows)
+    if kinds <= _ATTENTION_KINDS:
+        return SlotCache(target, num_rows, capacity, compiled=compiled)
+    return ReplayCache(target, num_rows)
+
+
+@functools.cache
+def _compile(step: Callable[..., Any]) -> Callable[..., Any]:
+    """One cache of compiled code for all decoders: a version for each number of rows, nodes and slots."""
+    return compile_guard.compile(step, shared="dflash_train.caches", recompile_limit=_VERSIONS, **_OPTIONS)
 
 
 @torch.no_grad()
@@ -98,10 +112,11 @@ class SlotCache:
     are masked.
 
     Candidates are written behind the certain tokens and the kept ones moved to the front, so shapes never change and
-    nothing is undone: what is stale lies behind `lengths`, where no mask reaches.
+    nothing is undone: what is stale lies behind `lengths`, where no mask reaches. `compiled`: `verify` is.
     """
 
-    def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
+    def __init__(self, target: Target, num_rows: int, capacity: int, *, compiled: bool = False) -> None:
+        self._compiled = compiled
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=target.device)
         self._target = target
         self._slots = torch.arange(capacity, device=target.device)
@@ -120,15 +135,17 @@ class SlotCache:
             row[: len(prompt)] = torch.tensor(prompt)
         # Padding on the right lands behind the certain tokens, like a candidate that was not kept.
         tokens = tokens.to(device)
-        states = self.verify(chain_tree(tokens[:, 0], tokens[:, 1:]))
+        states = self._verify(chain_tree(tokens[:, 0], tokens[:, 1:]))
         self.lengths = lengths
         return states
 
     def verify(self, tree: Tree) -> TargetStates:
-        start = self.lengths.unsqueeze(1)
-        positions = start + tree.depths
-        self._store.slots = start + torch.arange(tree.tokens.shape[1], device=start.device)
-        return self._target.run(tree.tokens, positions, self._masks(tree, positions), self._store)
+        return self._verify(tree, compiled=self._compiled)
+
+    def _verify(self, tree: Tree, *, compiled: bool = False) -> TargetStates:
+        step = _compile(_pass_of_target) if compiled else _pass_of_target
+        states: TargetStates = step(self.lengths, tree, self)
+        return states
 
     def keep(self, tree: Tree, path: Tensor, counts: Tensor) -> None:
         self._store.move(self.lengths.unsqueeze(1) + path, self.lengths)
@@ -157,6 +174,13 @@ class SlotCache:
         dtype = self._target.vocabulary().embedding.dtype
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def _pass_of_target(lengths: Tensor, tree: Tree, cache: SlotCache) -> TargetStates:
+    start = lengths.unsqueeze(1)
+    positions = start + tree.depths
+    cache._store.slots = start + torch.arange(tree.tokens.shape[1], device=start.device)
+    return cache._target.run(tree.tokens, positions, cache._masks(tree, positions), cache._store)
 
 
 class _Store:
@@ -263,10 +287,12 @@ class ReplayCache:
 
 
 class DrafterCache:
-    """Keys and values of the context for each drafter layer, so that a step projects the new tokens only."""
+    """Keys and values of the context for each drafter layer, so that a step projects the new tokens only. `compiled`:
+    `draft` is."""
 
-    def __init__(self, drafter: Drafter, num_rows: int, capacity: int) -> None:
+    def __init__(self, drafter: Drafter, num_rows: int, capacity: int, *, compiled: bool = False) -> None:
         self._drafter = drafter
+        self._step = _compile(_pass_of_drafter) if compiled else _pass_of_drafter
         config, weight = drafter.config, drafter.fc.weight
         shape = (num_rows, config.num_kv_heads, capacity, config.head_dim)
         self._layers = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(config.num_layers)]
@@ -293,25 +319,8 @@ class DrafterCache:
             block_states: [R, B, H], the embedded anchor token and mask tokens.
             anchors: [R] int64, position of slot 0; only context before it is visible.
         """
-        config = self._drafter.config
-        positions = anchors.unsqueeze(1) + torch.arange(config.block_size, device=anchors.device)
-        rope = rotation(positions, config.head_dim, config.rope_theta, block_states.dtype)
-        masks = {kind: self._mask(kind, anchors.unsqueeze(1)) for kind in set(config.layers)}
-        x = block_states
-        for layer, kind, (keys, values) in zip(self._drafter.layers, config.layers, self._layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
-            attention = layer.self_attn
-            u = layer.input_layernorm(x)
-            query = rotate(attention.q_norm(_heads(attention.q_proj(u), config.head_dim)), *rope)
-            key = rotate(attention.k_norm(_heads(attention.k_proj(u), config.head_dim)), *rope)
-            key = torch.cat([keys, key], dim=2)
-            value = torch.cat([values, _heads(attention.v_proj(u), config.head_dim)], dim=2)
-            # Of all backends only SDPA and eager take one small dense mask without compiling.
-            out = attend(query, key, value, masks[kind], "eager" if self._drafter.backend == "eager" else "sdpa")
-            x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        normed: Tensor = self._drafter.norm(x)
-        return normed
+        hidden: Tensor = self._step(block_states, anchors, self)
+        return hidden
 
     def _mask(self, kind: str, anchors: Tensor) -> Tensor:
         config = self._drafter.config
@@ -324,6 +333,28 @@ class DrafterCache:
             sliding_rule=config.sliding_rule,
         )
         return dense_mask(ranges)
+
+
+def _pass_of_drafter(block_states: Tensor, anchors: Tensor, cache: DrafterCache) -> Tensor:
+    config = cache._drafter.config
+    positions = anchors.unsqueeze(1) + torch.arange(config.block_size, device=anchors.device)
+    rope = rotation(positions, config.head_dim, config.rope_theta, block_states.dtype)
+    masks = {kind: cache._mask(kind, anchors.unsqueeze(1)) for kind in set(config.layers)}
+    x = block_states
+    for layer, kind, (keys, values) in zip(cache._drafter.layers, config.layers, cache._layers, strict=True):
+        assert isinstance(layer, DecoderLayer)
+        attention = layer.self_attn
+        u = layer.input_layernorm(x)
+        query = rotate(attention.q_norm(_heads(attention.q_proj(u), config.head_dim)), *rope)
+        key = rotate(attention.k_norm(_heads(attention.k_proj(u), config.head_dim)), *rope)
+        key = torch.cat([keys, key], dim=2)
+        value = torch.cat([values, _heads(attention.v_proj(u), config.head_dim)], dim=2)
+        # Of all backends only SDPA and eager take one small dense mask without compiling.
+        out = attend(query, key, value, masks[kind], "eager" if cache._drafter.backend == "eager" else "sdpa")
+        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    normed: Tensor = cache._drafter.norm(x)
+    return normed
 
 
 def _config(target: Target) -> Any:

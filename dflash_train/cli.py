@@ -224,6 +224,7 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=_positive, default=1, help="prompts at once (%(default)s)")
     parser.add_argument("--limit", type=_positive, help="first prompts of each file only")
+    parser.add_argument("--compile", action="store_true", help="compile the passes of target and drafter in a step")
     parser.add_argument("--device", default=None, help="such as cuda:0 (a GPU if there is one)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there")
     parser.add_argument("--overwrite", action="store_true")
@@ -259,6 +260,7 @@ def _eval(options: argparse.Namespace) -> None:
         batch_size=options.batch_size,
         limit=options.limit,
         device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        compile=options.compile,
     )
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

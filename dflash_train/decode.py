@@ -31,6 +31,9 @@ from dflash_train.targets import Target
 Mode = Literal["ar", "chain", "ddtree", "lookup"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
+SLOTS_COMPILED = 256
+"""Compiled, caches have a multiple of this many slots, so that few lengths of prompts make a shape of their own."""
+
 # Nodes of all rows whose logits exist at once: those of 150,000 tokens take 0.3 GB in fp32, twice when sampled.
 _NODES_PER_CHUNK = 512
 
@@ -112,13 +115,17 @@ class Decoder:
         target: loaded to tap the layers that the drafter reads.
         drafter: on the same device; None if only `ar` and `lookup` are wanted.
         num_lookup: drafts of prompt lookup; None: as many as the drafter's, or 7 without one.
+        compile: compile the passes of target and drafter in a step, with static shapes, once for each number of rows, of nodes
+            and (by `SLOTS_COMPILED`) of slots. Prompts' passes stay eager.
 
     Raises:
         ConfigError: the drafter does not fit the target.
         TargetError: the target does not give the same states with a cache as without.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, *, num_lookup: int | None = None) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, *, num_lookup: int | None = None, compile: bool = False
+    ) -> None:
         if drafter is not None:
             target.check(drafter.config)
         check_decoding(target)
@@ -126,6 +133,7 @@ class Decoder:
         self.drafter = drafter
         drafts = 7 if drafter is None else drafter.config.num_draft_tokens
         self.num_lookup = drafts if num_lookup is None else num_lookup
+        self.compile = compile
         self._vocabulary = target.vocabulary(1.0 if drafter is None else drafter.config.embedding_scale)
 
     @torch.no_grad()
@@ -199,8 +207,11 @@ class _Run:
         # A step may start one token before the end and keep a whole path; such a row, ended, then stays in the batch with
         # a whole tree in flight.
         capacity = max(map(len, prompts)) + config.max_new_tokens + drafts + max(budget or 0, drafts) + 1
-        self._cache = open_cache(decoder.target, len(prompts), capacity)
-        self._drafter_cache = None if drafter is None else DrafterCache(drafter, len(prompts), capacity)
+        if decoder.compile:
+            capacity = -(-capacity // SLOTS_COMPILED) * SLOTS_COMPILED
+        rows, compiled = len(prompts), decoder.compile
+        self._cache = open_cache(decoder.target, rows, capacity, compiled=compiled)
+        self._drafter_cache = None if drafter is None else DrafterCache(drafter, rows, capacity, compiled=compiled)
         self._lookups = [PromptLookup(prompt) for prompt in prompts] if mode == "lookup" else []
         self._generator = torch.Generator(device).manual_seed(config.seed)
         self._suppressed = torch.tensor(config.suppressed_ids, dtype=torch.int64, device=device)

@@ -90,6 +90,7 @@ def evaluate(
     batch_size: int = 1,
     limit: int | None = None,
     device: torch.device | str = "cpu",
+    compile: bool = False,
 ) -> dict[str, Any]:
     """Decode every prompt in every mode; returns the report that `--json` writes.
 
@@ -104,6 +105,7 @@ def evaluate(
         batch_size: prompts at once.
         limit: first prompts of each file.
         device: of target and drafter.
+        compile: the passes of target and drafter; compiles happen before the clock runs.
 
     Raises:
         ConfigError: the run, a mode or a budget.
@@ -116,7 +118,7 @@ def evaluate(
     prompts = [prompt for path in prompt_files for prompt in read_prompts(path, words, limit)]
     config = config_for(words, config or DecodeConfig())
     target = load_target(settings.target, settings.drafter.taps, device)
-    decoder = decoder_of(target, settings.drafter, weights)
+    decoder = decoder_of(target, settings.drafter, weights, compile=compile)
     rows = measure(decoder, prompts, ways, config, batch_size=batch_size, pad_id=words.pad_id)
     return {
         "version": 1,
@@ -126,6 +128,7 @@ def evaluate(
         "batch_size": batch_size,
         "block_size": settings.drafter.block_size,
         "decode": asdict(config),
+        "compiled": compile,
         "dtype": str(target.vocabulary().embedding.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine(),
         "torch": torch.__version__,
@@ -157,7 +160,9 @@ def config_for(tokenizer: ChatTokenizer, config: DecodeConfig) -> DecodeConfig:
     return replace(config, stop_ids=tokenizer.stop_ids, suppressed_ids=tokenizer.suppressed_ids)
 
 
-def decoder_of(target: Target, config: DrafterConfig, weights: Mapping[str, Tensor]) -> Decoder:
+def decoder_of(
+    target: Target, config: DrafterConfig, weights: Mapping[str, Tensor], *, compile: bool = False
+) -> Decoder:
     """A decoder with a drafter of these weights, on the target's device and in its type.
 
     Raises:
@@ -167,7 +172,7 @@ def decoder_of(target: Target, config: DrafterConfig, weights: Mapping[str, Tens
     drafter = Drafter(config)
     drafter.load_state_dict(dict(weights))
     dtype = target.vocabulary().embedding.dtype
-    return Decoder(target, drafter.to(target.device, dtype).eval().requires_grad_(False))
+    return Decoder(target, drafter.to(target.device, dtype).eval().requires_grad_(False), compile=compile)
 
 
 def measure(
