@@ -1,6 +1,6 @@
 """What a DDTree costs: making it from the drafter's logits, and a decoding step beside the target's own pass.
 
-    python -m benchmarks.ddtree [--vocab 150000] [--depth 7] [--budgets 16,64,256,1024] [--limit 120] [--json FILE]
+    python -m benchmarks.ddtree [--vocab 150000] [--depth 7] [--budgets 16,64,256,1024] [--compile 64] [--limit 120]
 
 1. `build_tree` from logits [1, D, V] to tokens, parents, depths and masks on the device, stage by stage: eager, and
    replayed from a CUDA graph, where launches from Python cost nothing. Bound: 256 nodes of V = 150,000 in 0.5 ms, eager.
@@ -13,6 +13,7 @@ Times are medians of CUDA events. Without a GPU all runs in a small size on the 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -154,6 +155,29 @@ def stepping(decoder: Decoder, budget: int, context: int, rounds: int) -> dict[s
     return figures
 
 
+def compiled(decoder: Decoder, budget: int, context: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of the passes of a step, eager and compiled, and of the compiles."""
+    vocab = decoder.target.vocabulary().embedding.shape[0]
+    prompt = torch.randint(0, vocab, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+    figures = {}
+    for name in ("eager", "compiled"):
+        decoder.compile = name == "compiled"
+        run = decoder._begin([prompt], "ddtree", DecodeConfig(max_new_tokens=8), budget)
+        with torch.no_grad():
+            run.prefill()
+            tree = build_tree(run._roots, run._draft(), budget)
+            root = ddtree.chain_tree(run._roots, tree.tokens[:, :0])
+            calls = {"tree's pass": tree, "ar's pass": root}
+            for what, nodes in calls.items():
+                began = time.perf_counter()
+                run._cache.verify(nodes)
+                figures[f"{what}, first call, {name}"] = 1e3 * (time.perf_counter() - began)
+                figures[f"{what}, {name}"] = median_ms(functools.partial(run._cache.verify, nodes), rounds)
+            figures[f"drafter's pass, {name}"] = median_ms(run._draft, rounds)
+    decoder.compile = False
+    return figures
+
+
 def main() -> int:
     """Both parts; 0 unless the bound does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,6 +186,7 @@ def main() -> int:
     parser.add_argument("--budgets", default="16,64,256,1024", help="drafted nodes (%(default)s)")
     parser.add_argument("--context", type=int, default=1024, help="certain tokens before the step (%(default)s)")
     parser.add_argument("--target", help="a folder or .gguf file instead of random weights")
+    parser.add_argument("--compile", type=int, metavar="NODES", help="and the passes of a tree of so many nodes, compiled")
     parser.add_argument("--rounds", type=int, default=51)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which nothing new is begun")
     parser.add_argument("--json", help="write the figures to this file")
@@ -209,6 +234,12 @@ def main() -> int:
         for name, value in parts.items():
             print(f"  {name:<36} {value:8.3f}{'' if 'over' in name else ' ms'}", flush=True)
     write_json(options.json, {"ddtree": results})
+    if options.compile:
+        figures = results["compiled"] = compiled(decoder, options.compile, context, options.rounds)
+        print(f"\ncompiled, {options.compile} nodes behind {context} tokens:", flush=True)
+        for name, value in figures.items():
+            print(f"  {name:<36} {value:10.3f} ms", flush=True)
+        write_json(options.json, {"ddtree": results})
     return 1 if missed else 0
 
 

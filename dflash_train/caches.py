@@ -119,6 +119,7 @@ class SlotCache:
         self._compiled = compiled
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=target.device)
         self._target = target
+        self._dtype = target.vocabulary().embedding.dtype
         self._slots = torch.arange(capacity, device=target.device)
         self._store = _Store(num_rows, capacity)
         config = _config(target)
@@ -171,9 +172,8 @@ class SlotCache:
         return {kind: self._additive(mask) for kind, mask in masks.items() if kind in self._kinds}
 
     def _additive(self, seen: Tensor) -> Tensor:
-        dtype = self._target.vocabulary().embedding.dtype
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(self._dtype).min).unsqueeze(1)
 
 
 def _pass_of_target(lengths: Tensor, tree: Tree, cache: SlotCache) -> TargetStates:

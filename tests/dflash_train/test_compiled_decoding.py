@@ -13,12 +13,13 @@ from dflash_train.decode import DecodeConfig
 pytest.importorskip("transformers")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_compiled_steps_write_what_eager_ones_write_and_compile_once(
-    guard: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, guard: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(caches._OPTIONS, "backend", "aot_eager")  # with Inductor on the CPU this takes minutes
     caches._compile.cache_clear()
-    decoder = tiny_decoder(TARGETS["gemma3"])
+    decoder = tiny_decoder(TARGETS[name])
     config = DecodeConfig(max_new_tokens=10)
     prompts, others = random_prompts(2, seed=3), random_prompts(2, seed=4, longest=20)
     plain = [[g.tokens for g in decoder.generate(p, "ddtree", config, budget=8).generations] for p in (prompts, others)]
