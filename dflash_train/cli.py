@@ -227,6 +227,7 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the passes of target and drafter in a step")
     parser.add_argument("--device", default=None, help="such as cuda:0 (a GPU if there is one)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw it there (needs matplotlib)")
     parser.add_argument("--overwrite", action="store_true")
 
 
@@ -236,10 +237,14 @@ def _eval(options: argparse.Namespace) -> None:
     from dflash_train.chat_tokenizers import ChatTokenizer, load_tokenizer
     from dflash_train.decode import DecodeConfig
     from dflash_train.evaluate import evaluate, format_table
+    from dflash_train.plots import check_plots, plot_report
 
     # Said before the work and not after it.
     if options.json is not None and options.json.exists() and not options.overwrite:
         raise ConfigError(f"{options.json} exists; pass --overwrite or --json another file")
+
+    if options.plots is not None:
+        check_plots()
 
     def tokenizer(target: str) -> ChatTokenizer:
         source = options.tokenizer or ("bytes" if target == "tiny" else target)
@@ -266,6 +271,9 @@ def _eval(options: argparse.Namespace) -> None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(format_table(report))
+    if options.plots is not None:
+        for path in plot_report(report, options.plots):
+            print(f"dflash-train: {path}", file=sys.stderr)
 
 
 def _add_config(commands: Any) -> None:

@@ -168,6 +168,21 @@ class Decoder:
             num_steps=num_steps,
         )
 
+    @torch.no_grad()
+    def one_step(self, prompt: Sequence[int], config: DecodeConfig, budget: int, *, skip: int = 0) -> tuple[Tree, Walk]:
+        """The tree of the first step after `skip` others, and the path that the target agreed with. A look, no more.
+
+        Raises:
+            ConfigError: as for `generate`.
+        """
+        run = self._begin([prompt], "ddtree", config, budget)
+        run.prefill()
+        for _ in range(skip):
+            if run.generations[0].finish is None:
+                run.step()
+        tree = run._propose()
+        return tree, run._judge(tree, run._cache.verify(tree).final)
+
     def _begin(
         self, prompts: Sequence[Sequence[int]], mode: Mode, config: DecodeConfig, budget: int | None
     ) -> _Run:

@@ -29,6 +29,7 @@ EvalMode = Literal[Mode, "generate"]
 """A mode of decoding, or the `generate` of `transformers` with its own cache."""
 EVAL_MODES: tuple[EvalMode, ...] = (*MODES, "generate")
 
+_STEPS_BEFORE_TREE = 4
 LOOP_TOKENS = 16
 """A text loops from where it repeats this many tokens in a row: any copier predicts the rest."""
 
@@ -133,6 +134,7 @@ def evaluate(
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "rows": [asdict(row) for row in rows],
+        "tree": _show_tree(decoder, prompts[0], ways, config, words),
     }
 
 
@@ -323,6 +325,27 @@ def _generate(
         generation = Generation(tokens=answer, emitted=[1] * (len(answer) - 1), finish="stop" if ended else "length")
         generations.append(generation)
     return generations, max(1e-9, seconds[1] - seconds[0])
+
+
+def _show_tree(
+    decoder: Decoder, prompt: Prompt, ways: Sequence[Way], config: DecodeConfig, words: ChatTokenizer
+) -> dict[str, Any] | None:
+    """One step of the smallest tree that was measured, a little way into the first prompt's answer; None without trees."""
+    budget = min((way.budget for way in ways if way.budget is not None), default=None)
+    if budget is None:
+        return None
+    tree, walk = decoder.one_step(prompt.tokens, config, budget, skip=_STEPS_BEFORE_TREE)
+    tokens = tree.tokens[0].tolist()
+    return {
+        "tokens": tokens,
+        "texts": [words.decode([token]) for token in tokens],
+        "parents": tree.parents[0].tolist(),
+        "depths": tree.depths[0].tolist(),
+        # A prefix that cannot be has -inf, for which JSON has no word.
+        "log_probs": [max(-1e9, value) for value in tree.log_probs[0].tolist()],
+        "accepted": walk.path[0, : int(walk.accepted[0])].tolist(),
+        "next_text": words.decode([int(walk.next_tokens[0])]),
+    }
 
 
 def _row(

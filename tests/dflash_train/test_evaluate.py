@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,26 @@ def test_what_cannot_be_done_is_said(
     code, rows = evaluate(trained, tmp_path, *options)
     assert (code, rows) == (2, {})
     assert message in capsys.readouterr().err
+
+
+def test_the_report_is_drawn(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plots = ["--plots", str(tmp_path / "plots")]
+    assert evaluate(trained, tmp_path, "--mode", "ar,chain,ddtree", "--budget", "8,16", "--limit", "1", *plots)[0] == 0
+    names = ["acceptance.png", "budget.png", "tree.png"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == names
+    assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    tree = json.loads((tmp_path / "report.json").read_text("utf-8"))["tree"]
+    assert (len(tree["texts"]), tree["accepted"][0], tree["parents"][tree["accepted"][-1]] in tree["accepted"]) == (9, 0, True)
+
+
+def test_plots_without_matplotlib_are_refused_before_the_work(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    assert evaluate(trained, tmp_path, "--mode", "ar", "--plots", str(tmp_path / "plots")) == (2, {})
+    assert "pip install 'compile-guard[plots]'" in capsys.readouterr().err
 
 
 def test_a_report_that_exists_is_not_overwritten(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
