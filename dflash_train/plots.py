@@ -122,7 +122,8 @@ def _tree(tree: Mapping[str, Any]) -> Any:
     axes.set_xlim(-0.2, max(depths) + 0.9)
     axes.set_ylim(-leaves, 1)
     axes.set_yticks([])
-    axes.set_xlabel("tokens behind the last certain one; beside each the probability of its path")
+    axes.set_xticks(range(max(depths) + 1))
+    axes.set_xlabel("tokens ahead, and probability of each path", fontsize=8)
     return figure
 
 
