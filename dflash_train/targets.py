@@ -114,31 +114,6 @@ class Target:
             return self.run(tokens, positions)
         return self._run_each_document(tokens, documents)
 
-    @torch.no_grad()
-    def run(self, tokens: Tensor, positions: Tensor, masks: Any = None, cache: Any = None) -> TargetStates:
-        """One pass over rows as they are, behind what `cache` holds.
-
-        Args:
-            tokens: [R, L] int64 on the target's device.
-            positions: [R, L] int64.
-            masks: as the decoder takes them: additive [R, 1, L, slots of the cache], one for all layers or by their kind;
-                None: causal, and documents are told apart by their positions where `packs_documents`.
-            cache: of `transformers`, or what stands in its place; written to. None: nothing is kept.
-        """
-        self._captured.states = {}
-        try:
-            final: Tensor = self._decoder(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=masks,
-                use_cache=cache is not None,
-                **({} if cache is None else {self._cache_argument: cache}),
-            ).last_hidden_state
-            taps = torch.cat([final[..., :0], *(self._captured.states[i] for i in self.layer_ids)], dim=-1)
-        finally:
-            self._captured.states = None
-        return TargetStates(taps=taps, final=final)
-
     def check(self, drafter: DrafterConfig) -> None:
         """Whether a drafter fits this target.
 
@@ -172,6 +147,31 @@ class Target:
                 taken[layer] = output[0] if isinstance(output, tuple) else output
 
         return hook
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, positions: Tensor, masks: Any = None, cache: Any = None) -> TargetStates:
+        """One pass over rows as they are, behind what `cache` holds.
+
+        Args:
+            tokens: [R, L] int64 on the target's device.
+            positions: [R, L] int64.
+            masks: as the decoder takes them: additive [R, 1, L, slots of the cache], one for all layers or by their kind;
+                None: causal, and documents are told apart by their positions where `packs_documents`.
+            cache: of `transformers`, or what stands in its place; written to. None: nothing is kept.
+        """
+        self._captured.states = {}
+        try:
+            final: Tensor = self._decoder(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=masks,
+                use_cache=cache is not None,
+                **({} if cache is None else {self._cache_argument: cache}),
+            ).last_hidden_state
+            taps = torch.cat([final[..., :0], *(self._captured.states[i] for i in self.layer_ids)], dim=-1)
+        finally:
+            self._captured.states = None
+        return TargetStates(taps=taps, final=final)
 
     def _run_each_document(self, tokens: Tensor, documents: Tensor) -> TargetStates:
         """Padding stands on the right, where a causal or recurrent layer cannot see it from the document."""
