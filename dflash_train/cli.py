@@ -90,8 +90,6 @@ def _add_regenerate(commands: Any) -> None:
 
 
 def _regenerate(options: argparse.Namespace) -> None:
-    import torch
-
     from dflash_train.chat_tokenizers import load_tokenizer
     from dflash_train.config import TargetConfig
     from dflash_train.regenerate import Sampling, regenerate
@@ -101,8 +99,7 @@ def _regenerate(options: argparse.Namespace) -> None:
     source = options.tokenizer or ("bytes" if options.target == "tiny" else options.target)
     tokenizer = load_tokenizer(source, options.template, dict(options.template_arg))
     settings = TargetConfig(path=options.target, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target = load_target(settings, (), device)
+    target = load_target(settings, (), _device(options.device))
     written = regenerate(
         options.input,
         target,
@@ -232,8 +229,6 @@ def _add_eval(commands: Any) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    import torch
-
     from dflash_train.chat_tokenizers import ChatTokenizer, load_tokenizer
     from dflash_train.decode import DecodeConfig
     from dflash_train.evaluate import evaluate, format_table
@@ -245,6 +240,7 @@ def _eval(options: argparse.Namespace) -> None:
 
     if options.plots is not None:
         check_plots()
+    device = _device(options.device)
 
     def tokenizer(target: str) -> ChatTokenizer:
         source = options.tokenizer or ("bytes" if target == "tiny" else target)
@@ -264,7 +260,7 @@ def _eval(options: argparse.Namespace) -> None:
         ),
         batch_size=options.batch_size,
         limit=options.limit,
-        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
         compile=options.compile,
     )
     if options.json is not None:
@@ -302,6 +298,20 @@ def _add_tokenizer(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="NAME=VALUE",
         help="passed to the template, such as enable_thinking=false; may be repeated",
     )
+
+
+def _device(name: str | None) -> str:
+    """The device that is named, or a GPU if there is one."""
+    import torch
+
+    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--device {chosen} cannot be used: {reason}. There are {', '.join(there)}") from error
+    return chosen
 
 
 def _positive(text: str) -> int:

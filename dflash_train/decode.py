@@ -186,10 +186,10 @@ class Decoder:
     def _begin(
         self, prompts: Sequence[Sequence[int]], mode: Mode, config: DecodeConfig, budget: int | None
     ) -> _Run:
-        self._check(prompts, mode, budget)
+        self._check(prompts, mode, budget, config.max_new_tokens)
         return _Run(self, prompts, mode, config, budget)
 
-    def _check(self, prompts: Sequence[Sequence[int]], mode: str, budget: int | None) -> None:
+    def _check(self, prompts: Sequence[Sequence[int]], mode: str, budget: int | None, max_new_tokens: int) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         if mode in ("chain", "ddtree") and self.drafter is None:
@@ -206,7 +206,15 @@ class Decoder:
                 raise ConfigError(f"prompt {number} is empty; it needs at least one token, such as the one that begins a text")
             bad = next((token for token in prompt if not 0 <= token < rows), None)
             if bad is not None:
-                raise ConfigError(f"prompt {number} has token {bad}, but the embedding has rows 0 … {rows - 1}")
+                raise ConfigError(
+                    f"prompt {number} has token {bad}, but the embedding has rows 0 … {rows - 1}; its tokenizer belongs to "
+                    "another target"
+                )
+            if len(prompt) + max_new_tokens > (most := self.target.max_positions):
+                raise ConfigError(
+                    f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens = {max_new_tokens} goes beyond the "
+                    f"{most} positions of {self.target.name}; shorten one of them"
+                )
 
 
 class _Run:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_train.chat_tokenizers import Encoded
 from dflash_train.config import ConfigError, RunConfig
-from dflash_train.data import Documents, Encoded
+from dflash_train.data import Documents
 from dflash_train.decode import DecodeConfig, Decoder
 from dflash_train.drafter import Drafter
 from dflash_train.targets import Target

@@ -79,6 +79,11 @@ class Target:
         return self._embedding.shape[1]
 
     @property
+    def max_positions(self) -> int:
+        """Longest text, in tokens, that its configuration allows; a very large number if it has no such limit."""
+        return int(getattr(_text_config(self.model), "max_position_embeddings", None) or 2**62)
+
+    @property
     def _embedding(self) -> Tensor:
         weight = self.model.get_input_embeddings().weight  # type: ignore[operator]
         assert isinstance(weight, Tensor)

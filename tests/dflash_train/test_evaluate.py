@@ -145,6 +145,9 @@ def test_sampled_text_is_not_compared_word_by_word(trained: Trained, tmp_path: P
         (["--mode", "ar,tree"], "--mode takes ar,chain,ddtree,lookup,generate, or some of them; got tree"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--tokenizer", "/nowhere"], "/nowhere"),
+        (["--device", "cuda:77"], "--device cuda:77 cannot be used"),
+        (["--device", "gpu"], "There are cpu"),
+        (["--max-new-tokens", "3000"], "with max_new_tokens = 3000 goes beyond the 2048 positions of tiny; shorten"),
     ],
 )
 def test_what_cannot_be_done_is_said(
