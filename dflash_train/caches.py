@@ -10,13 +10,14 @@ Legend of shapes: R rows, C slots of a cache, L nodes of a tree, P tokens of a p
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import compile_guard
 from dflash_train.config import SLIDING
 from dflash_train.ddtree import Tree, chain_tree
 from dflash_train.drafter import DecoderLayer, Drafter, attend, rotate, rotation
@@ -25,6 +26,9 @@ from dflash_train.model_files import TargetError
 from dflash_train.targets import Target, TargetStates
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_VERSIONS = 64
+"""Compiled versions of a step before it runs eager (which the guard reports)."""
+_OPTIONS: dict[str, Any] = {"dynamic": False, "fullgraph": True}
 
 
 class TargetCache(Protocol):
@@ -44,13 +48,22 @@ class TargetCache(Protocol):
         is)."""
 
 
-def open_cache(target: Target, num_rows: int, capacity: int) -> TargetCache:
+def open_cache(target: Target, num_rows: int, capacity: int, *, compiled: bool = False) -> TargetCache:
     """A cache for `num_rows` rows of at most `capacity` tokens, candidates in flight included.
 
-    Attention alone, full or sliding: `SlotCache`. Recurrent layers among them: `ReplayCache`.
+    Attention alone, full or sliding: `SlotCache`. Recurrent layers among them: `ReplayCache`, which is never compiled: its
+    shapes change from step to step.
     """
     kinds = set(getattr(_config(target), "layer_types", None) or ())
-    return SlotCache(target, num_rows, capacity) if kinds <= _ATTENTION_KINDS else ReplayCache(target, num_rows)
+    if kinds <= _ATTENTION_KINDS:
+        return SlotCache(target, num_rows, capacity, compiled=compiled)
+    return ReplayCache(target, num_rows)
+
+
+@functools.cache
+def _compile(step: Callable[..., Any]) -> Callable[..., Any]:
+    """One cache of compiled code for all decoders: a version for each number of rows, nodes and slots."""
+    return compile_guard.compile(step, shared="dflash_train.caches", recompile_limit=_VERSIONS, **_OPTIONS)
 
 
 @torch.no_grad()
@@ -64,7 +77,7 @@ def check_decoding(target: Target) -> None:
     text = [(7 * i + 1) % vocab for i in range(9)]
     other = [*text[:6], (text[6] + 3) % vocab, (text[7] + 5) % vocab, text[8]]
     positions = torch.arange(9, device=target.device)[None]
-    plain = [_run(target, torch.tensor([ids], device=target.device), positions).final[0].float() for ids in (text, other)]
+    plain = [target.run(torch.tensor([ids], device=target.device), positions).final[0].float() for ids in (text, other)]
     cache = open_cache(target, 1, 16)
     cache.prefill([text[:5]])
     device = target.device
@@ -99,12 +112,14 @@ class SlotCache:
     are masked.
 
     Candidates are written behind the certain tokens and the kept ones moved to the front, so shapes never change and
-    nothing is undone: what is stale lies behind `lengths`, where no mask reaches.
+    nothing is undone: what is stale lies behind `lengths`, where no mask reaches. `compiled`: `verify` is.
     """
 
-    def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
+    def __init__(self, target: Target, num_rows: int, capacity: int, *, compiled: bool = False) -> None:
+        self._compiled = compiled
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=target.device)
         self._target = target
+        self._dtype = target.vocabulary().embedding.dtype
         self._slots = torch.arange(capacity, device=target.device)
         self._store = _Store(num_rows, capacity)
         config = _config(target)
@@ -121,15 +136,17 @@ class SlotCache:
             row[: len(prompt)] = torch.tensor(prompt)
         # Padding on the right lands behind the certain tokens, like a candidate that was not kept.
         tokens = tokens.to(device)
-        states = self.verify(chain_tree(tokens[:, 0], tokens[:, 1:]))
+        states = self._verify(chain_tree(tokens[:, 0], tokens[:, 1:]))
         self.lengths = lengths
         return states
 
     def verify(self, tree: Tree) -> TargetStates:
-        start = self.lengths.unsqueeze(1)
-        positions = start + tree.depths
-        self._store.slots = start + torch.arange(tree.tokens.shape[1], device=start.device)
-        return _run(self._target, tree.tokens, positions, self._masks(tree, positions), self._store)
+        return self._verify(tree, compiled=self._compiled)
+
+    def _verify(self, tree: Tree, *, compiled: bool = False) -> TargetStates:
+        step = _compile(_pass_of_target) if compiled else _pass_of_target
+        states: TargetStates = step(self.lengths, tree, self)
+        return states
 
     def keep(self, tree: Tree, path: Tensor, counts: Tensor) -> None:
         self._store.move(self.lengths.unsqueeze(1) + path, self.lengths)
@@ -155,9 +172,15 @@ class SlotCache:
         return {kind: self._additive(mask) for kind, mask in masks.items() if kind in self._kinds}
 
     def _additive(self, seen: Tensor) -> Tensor:
-        dtype = self._target.vocabulary().embedding.dtype
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(self._dtype).min).unsqueeze(1)
+
+
+def _pass_of_target(lengths: Tensor, tree: Tree, cache: SlotCache) -> TargetStates:
+    start = lengths.unsqueeze(1)
+    positions = start + tree.depths
+    cache._store.slots = start + torch.arange(tree.tokens.shape[1], device=start.device)
+    return cache._target.run(tree.tokens, positions, cache._masks(tree, positions), cache._store)
 
 
 class _Store:
@@ -260,14 +283,16 @@ class ReplayCache:
 
     def _forward(self, cache: Any, tokens: Tensor, start: int) -> TargetStates:
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return _run(self._target, tokens, positions, None, cache)
+        return self._target.run(tokens, positions, None, cache)
 
 
 class DrafterCache:
-    """Keys and values of the context for each drafter layer, so that a step projects the new tokens only."""
+    """Keys and values of the context for each drafter layer, so that a step projects the new tokens only. `compiled`:
+    `draft` is."""
 
-    def __init__(self, drafter: Drafter, num_rows: int, capacity: int) -> None:
+    def __init__(self, drafter: Drafter, num_rows: int, capacity: int, *, compiled: bool = False) -> None:
         self._drafter = drafter
+        self._step = _compile(_pass_of_drafter) if compiled else _pass_of_drafter
         config, weight = drafter.config, drafter.fc.weight
         shape = (num_rows, config.num_kv_heads, capacity, config.head_dim)
         self._layers = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(config.num_layers)]
@@ -294,25 +319,8 @@ class DrafterCache:
             block_states: [R, B, H], the embedded anchor token and mask tokens.
             anchors: [R] int64, position of slot 0; only context before it is visible.
         """
-        config = self._drafter.config
-        positions = anchors.unsqueeze(1) + torch.arange(config.block_size, device=anchors.device)
-        rope = rotation(positions, config.head_dim, config.rope_theta, block_states.dtype)
-        masks = {kind: self._mask(kind, anchors.unsqueeze(1)) for kind in set(config.layers)}
-        x = block_states
-        for layer, kind, (keys, values) in zip(self._drafter.layers, config.layers, self._layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
-            attention = layer.self_attn
-            u = layer.input_layernorm(x)
-            query = rotate(attention.q_norm(_heads(attention.q_proj(u), config.head_dim)), *rope)
-            key = rotate(attention.k_norm(_heads(attention.k_proj(u), config.head_dim)), *rope)
-            key = torch.cat([keys, key], dim=2)
-            value = torch.cat([values, _heads(attention.v_proj(u), config.head_dim)], dim=2)
-            # Of all backends only SDPA and eager take one small dense mask without compiling.
-            out = attend(query, key, value, masks[kind], "eager" if self._drafter.backend == "eager" else "sdpa")
-            x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        normed: Tensor = self._drafter.norm(x)
-        return normed
+        hidden: Tensor = self._step(block_states, anchors, self)
+        return hidden
 
     def _mask(self, kind: str, anchors: Tensor) -> Tensor:
         config = self._drafter.config
@@ -327,28 +335,26 @@ class DrafterCache:
         return dense_mask(ranges)
 
 
-def _run(target: Target, tokens: Tensor, positions: Tensor, masks: Any = None, cache: Any = None) -> TargetStates:
-    """One pass of the target with its taps."""
-    decoder, captured = target._decoder, target._captured
-    captured.states = {}
-    try:
-        out = decoder(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=masks,
-            use_cache=cache is not None,
-            **({} if cache is None else {_cache_argument(decoder): cache}),
-        )
-        final: Tensor = out.last_hidden_state
-        taps = torch.cat([final[..., :0], *(captured.states[i] for i in target.layer_ids)], dim=-1)
-    finally:
-        captured.states = None
-    return TargetStates(taps=taps, final=final)
-
-
-def _cache_argument(decoder: nn.Module) -> str:
-    """Newer versions of `transformers` call it `cache` and warn of the name that the older ones know."""
-    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+def _pass_of_drafter(block_states: Tensor, anchors: Tensor, cache: DrafterCache) -> Tensor:
+    config = cache._drafter.config
+    positions = anchors.unsqueeze(1) + torch.arange(config.block_size, device=anchors.device)
+    rope = rotation(positions, config.head_dim, config.rope_theta, block_states.dtype)
+    masks = {kind: cache._mask(kind, anchors.unsqueeze(1)) for kind in set(config.layers)}
+    x = block_states
+    for layer, kind, (keys, values) in zip(cache._drafter.layers, config.layers, cache._layers, strict=True):
+        assert isinstance(layer, DecoderLayer)
+        attention = layer.self_attn
+        u = layer.input_layernorm(x)
+        query = rotate(attention.q_norm(_heads(attention.q_proj(u), config.head_dim)), *rope)
+        key = rotate(attention.k_norm(_heads(attention.k_proj(u), config.head_dim)), *rope)
+        key = torch.cat([keys, key], dim=2)
+        value = torch.cat([values, _heads(attention.v_proj(u), config.head_dim)], dim=2)
+        # Of all backends only SDPA and eager take one small dense mask without compiling.
+        out = attend(query, key, value, masks[kind], "eager" if cache._drafter.backend == "eager" else "sdpa")
+        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    normed: Tensor = cache._drafter.norm(x)
+    return normed
 
 
 def _config(target: Target) -> Any:

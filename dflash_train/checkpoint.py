@@ -57,7 +57,8 @@ class Progress:
     data: str = ""
     """What the rows are made from: of other data the cursor means nothing."""
     acceptance: float = 0.0
-    """Mean accepted drafts of a block since the checkpoint before: by it the best one is kept."""
+    """Accepted drafts of a block, by which the best checkpoint is kept: decoded on held-out prompts where the run has
+    such (`eval.every`), else the mean in training since the checkpoint before."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -90,8 +90,6 @@ def _add_regenerate(commands: Any) -> None:
 
 
 def _regenerate(options: argparse.Namespace) -> None:
-    import torch
-
     from dflash_train.chat_tokenizers import load_tokenizer
     from dflash_train.config import TargetConfig
     from dflash_train.regenerate import Sampling, regenerate
@@ -101,8 +99,7 @@ def _regenerate(options: argparse.Namespace) -> None:
     source = options.tokenizer or ("bytes" if options.target == "tiny" else options.target)
     tokenizer = load_tokenizer(source, options.template, dict(options.template_arg))
     settings = TargetConfig(path=options.target, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target = load_target(settings, (), device)
+    target = load_target(settings, (), _device(options.device))
     written = regenerate(
         options.input,
         target,
@@ -245,21 +242,26 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=_positive, default=1, help="prompts at once (%(default)s)")
     parser.add_argument("--limit", type=_positive, help="first prompts of each file only")
+    parser.add_argument("--compile", action="store_true", help="compile the passes of target and drafter in a step")
     parser.add_argument("--device", default=None, help="such as cuda:0 (a GPU if there is one)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw it there (needs matplotlib)")
     parser.add_argument("--overwrite", action="store_true")
 
 
 def _eval(options: argparse.Namespace) -> None:
-    import torch
-
     from dflash_train.chat_tokenizers import ChatTokenizer, load_tokenizer
     from dflash_train.decode import DecodeConfig
     from dflash_train.evaluate import evaluate, format_table
+    from dflash_train.plots import check_plots, plot_report
 
     # Said before the work and not after it.
     if options.json is not None and options.json.exists() and not options.overwrite:
         raise ConfigError(f"{options.json} exists; pass --overwrite or --json another file")
+
+    if options.plots is not None:
+        check_plots()
+    device = _device(options.device)
 
     def tokenizer(target: str) -> ChatTokenizer:
         source = options.tokenizer or ("bytes" if target == "tiny" else target)
@@ -279,12 +281,16 @@ def _eval(options: argparse.Namespace) -> None:
         ),
         batch_size=options.batch_size,
         limit=options.limit,
-        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
+        compile=options.compile,
     )
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(format_table(report))
+    if options.plots is not None:
+        for path in plot_report(report, options.plots):
+            print(f"dflash-train: {path}", file=sys.stderr)
 
 
 def _add_config(commands: Any) -> None:
@@ -313,6 +319,20 @@ def _add_tokenizer(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="NAME=VALUE",
         help="passed to the template, such as enable_thinking=false; may be repeated",
     )
+
+
+def _device(name: str | None) -> str:
+    """The device that is named, or a GPU if there is one."""
+    import torch
+
+    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--device {chosen} cannot be used: {reason}. There are {', '.join(there)}") from error
+    return chosen
 
 
 def _positive(text: str) -> int:

@@ -352,6 +352,27 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Short evaluations by decoding while the run trains; by them the best checkpoint is kept."""
+
+    every: int = 0
+    """Steps between them; 0 for none. A checkpoint is evaluated before it is saved, whenever that is."""
+    path: str = ""
+    """Folder written by `prepare`, of conversations that are not trained on: the tokens before a document's first answer
+    are a prompt."""
+    prompts: int = 8
+    """Documents taken from its start, decoded at once."""
+    max_new_tokens: int = 64
+    """Longest answer, in tokens."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"eval.every must be 0 (never) or more, got {self.every}")
+        _require(not self.every or bool(self.path), "eval.every needs eval.path, a folder of held-out documents")
+        for name in ("prompts", "max_new_tokens"):
+            _require(getattr(self, name) >= 1, f"eval.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """All settings of a run."""
 
@@ -361,6 +382,7 @@ class RunConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
 
 def field_names(section: type) -> list[str]:

@@ -3,7 +3,8 @@
 A drafter gives one distribution per position, so a prefix u has probability Q(u) = Π q_i(u_i), and a prefix-closed tree
 is expected to have Σ_{u in tree} Q(u) of its drafts accepted: the best tree of M nodes is the M most probable prefixes.
 
-Everything here is tensor arithmetic of fixed shapes on the device of the logits: no loop over nodes, nothing read back.
+Everything here is tensor arithmetic of fixed shapes on the device of the logits: nothing is read back. The tree itself is
+made level by level on the CPU, and by two Triton kernels (`kernels/tree.py`) on a CUDA device; node for node the same.
 
 Legend of shapes: R rows, D positions drafted, V vocabulary, M drafted nodes, L = M+1 nodes with the root.
 """
@@ -11,7 +12,9 @@ Legend of shapes: R rows, D positions drafted, V vocabulary, M drafted nodes, L 
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,18 +75,36 @@ def build_tree(roots: Tensor, logits: Tensor, num_nodes: int, *, ranks: int | No
         raise ValueError(f"a tree needs at least 1 drafted node, got num_nodes={num_nodes}")
     if ranks is not None and ranks < 1:
         raise ValueError(f"ranks must be at least 1 (the most probable token), got {ranks}")
-    rows, max_depth, vocab = logits.shape
-    width = min(num_nodes, vocab, ranks or vocab)
-    # topk of the raw logits, then the normaliser: the whole log-softmax over V is never stored.
-    best, best_tokens = logits.topk(width, dim=-1)
-    # Rounding must not lift a probability above 1: a child would then stand before its parent.
-    best_log = (best.float() - logits.float().logsumexp(-1, keepdim=True)).clamp(max=0.0)
+    vocab = min(logits.shape[2], ranks or logits.shape[2])
+    width, max_depth = min(num_nodes, vocab), logits.shape[1]
+    num_nodes = min(num_nodes, sum(vocab**depth for depth in range(1, max_depth + 1)))
+    # Ranks by the raw logits: two that are equal after rounding stay in their order. The probabilities at one position are
+    # one kernel; rounding must not lift one above 1, or a child would stand before its parent.
+    best_tokens = logits.topk(width, dim=-1).indices
+    best_log = logits.log_softmax(-1, dtype=torch.float32).gather(-1, best_tokens).clamp_(max=0.0)
+    kernel = _tree_kernel() if logits.is_cuda else None
+    if kernel is not None and kernel.fits(num_nodes, max_depth):
+        tree: Tree = kernel.grow_tree(roots, best_log, best_tokens, num_nodes)
+        return tree
+    return grow_tree(roots, best_log, best_tokens, num_nodes)
 
+
+def grow_tree(roots: Tensor, best_log: Tensor, best_tokens: Tensor, num_nodes: int) -> Tree:
+    """`build_tree` from the best tokens of each position, level by level; that many prefixes must exist.
+
+    Args:
+        roots: [R] int64.
+        best_log: [R, D, W] fp32 log-probabilities in descending order.
+        best_tokens: [R, D, W] int64, the tokens that they belong to.
+        num_nodes: M.
+    """
+    rows, max_depth, width = best_log.shape
+    device = best_log.device
     scores = best_log[:, 0]
     level_scores, level_tokens, level_parents = [scores], [best_tokens[:, 0]], [torch.zeros_like(best_tokens[:, 0])]
     offset = 1  # of the previous level in the list of all kept prefixes, the root being number 0
     for depth in range(1, max_depth):
-        parent, rank = _pairs(scores.shape[1], width, num_nodes, logits.device)
+        parent, rank = _pairs(scores.shape[1], width, num_nodes, device)
         candidates = scores[:, parent] + best_log[:, depth, rank]
         order = candidates.sort(dim=-1, descending=True, stable=True).indices[:, :num_nodes]
         level_parents.append(offset + parent[order])
@@ -96,8 +117,8 @@ def build_tree(roots: Tensor, logits: Tensor, num_nodes: int, *, ranks: int | No
     every_score = torch.cat(level_scores, dim=1)
     depths = torch.cat([torch.full_like(tokens[0], d) for d, tokens in enumerate(level_tokens, 1)])
     kept = every_score.sort(dim=-1, descending=True, stable=True).indices[:, :num_nodes]
-    node_of = torch.zeros(rows, every_score.shape[1] + 1, dtype=torch.int64, device=logits.device)
-    node_of.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=logits.device).expand_as(kept))
+    node_of = torch.zeros(rows, every_score.shape[1] + 1, dtype=torch.int64, device=device)
+    node_of.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=device).expand_as(kept))
     root = torch.zeros_like(roots).unsqueeze(1)
     parents = torch.cat([root, node_of.gather(1, torch.cat(level_parents, dim=1).gather(1, kept))], dim=1)
     return Tree(
@@ -155,6 +176,17 @@ def walk_tree(tree: Tree, posterior: Tensor) -> Walk:
     path = torch.where(on_path, nodes, length).sort(dim=-1).values[:, : tree.max_depth + 1].clamp(max=length - 1)
     last = path.gather(1, accepted.unsqueeze(1) - 1)
     return Walk(path=path, accepted=accepted, next_tokens=posterior.gather(1, last).squeeze(1))
+
+
+@functools.cache
+def _tree_kernel() -> Any:
+    """The module of kernels, or None where there is no Triton."""
+    try:
+        return importlib.import_module("dflash_train.kernels.tree")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+        return None
 
 
 @functools.lru_cache(maxsize=64)

@@ -31,8 +31,11 @@ from dflash_train.targets import Target
 Mode = Literal["ar", "chain", "ddtree", "lookup"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# Nodes whose logits exist at once: of 1,025 nodes and 150,000 tokens they would take 0.6 GB in fp32, twice when sampled.
-_NODES_PER_CHUNK = 256
+SLOTS_COMPILED = 256
+"""Compiled, caches have a multiple of this many slots, so that few lengths of prompts make a shape of their own."""
+
+# Nodes of all rows whose logits exist at once: those of 150,000 tokens take 0.3 GB in fp32, twice when sampled.
+_NODES_PER_CHUNK = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +115,17 @@ class Decoder:
         target: loaded to tap the layers that the drafter reads.
         drafter: on the same device; None if only `ar` and `lookup` are wanted.
         num_lookup: drafts of prompt lookup; None: as many as the drafter's, or 7 without one.
+        compile: compile the passes of target and drafter in a step, with static shapes, once for each number of rows, of nodes
+            and (by `SLOTS_COMPILED`) of slots. Prompts' passes stay eager.
 
     Raises:
         ConfigError: the drafter does not fit the target.
         TargetError: the target does not give the same states with a cache as without.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, *, num_lookup: int | None = None) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, *, num_lookup: int | None = None, compile: bool = False
+    ) -> None:
         if drafter is not None:
             target.check(drafter.config)
         check_decoding(target)
@@ -126,6 +133,7 @@ class Decoder:
         self.drafter = drafter
         drafts = 7 if drafter is None else drafter.config.num_draft_tokens
         self.num_lookup = drafts if num_lookup is None else num_lookup
+        self.compile = compile
         self._vocabulary = target.vocabulary(1.0 if drafter is None else drafter.config.embedding_scale)
 
     @torch.no_grad()
@@ -145,8 +153,7 @@ class Decoder:
         Raises:
             ConfigError: an empty prompt, an id without a row in the embedding, or a mode that lacks what it needs.
         """
-        self._check(prompts, mode, budget)
-        run = _Run(self, prompts, mode, config, budget)
+        run = self._begin(prompts, mode, config, budget)
         begin = time.perf_counter()
         run.prefill()
         prefilled = time.perf_counter()
@@ -161,7 +168,28 @@ class Decoder:
             num_steps=num_steps,
         )
 
-    def _check(self, prompts: Sequence[Sequence[int]], mode: str, budget: int | None) -> None:
+    @torch.no_grad()
+    def one_step(self, prompt: Sequence[int], config: DecodeConfig, budget: int, *, skip: int = 0) -> tuple[Tree, Walk]:
+        """The tree of the first step after `skip` others, and the path that the target agreed with. A look, no more.
+
+        Raises:
+            ConfigError: as for `generate`.
+        """
+        run = self._begin([prompt], "ddtree", config, budget)
+        run.prefill()
+        for _ in range(skip):
+            if run.generations[0].finish is None:
+                run.step()
+        tree = run._propose()
+        return tree, run._judge(tree, run._cache.verify(tree).final)
+
+    def _begin(
+        self, prompts: Sequence[Sequence[int]], mode: Mode, config: DecodeConfig, budget: int | None
+    ) -> _Run:
+        self._check(prompts, mode, budget, config.max_new_tokens)
+        return _Run(self, prompts, mode, config, budget)
+
+    def _check(self, prompts: Sequence[Sequence[int]], mode: str, budget: int | None, max_new_tokens: int) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         if mode in ("chain", "ddtree") and self.drafter is None:
@@ -178,7 +206,15 @@ class Decoder:
                 raise ConfigError(f"prompt {number} is empty; it needs at least one token, such as the one that begins a text")
             bad = next((token for token in prompt if not 0 <= token < rows), None)
             if bad is not None:
-                raise ConfigError(f"prompt {number} has token {bad}, but the embedding has rows 0 … {rows - 1}")
+                raise ConfigError(
+                    f"prompt {number} has token {bad}, but the embedding has rows 0 … {rows - 1}; its tokenizer belongs to "
+                    "another target"
+                )
+            if len(prompt) + max_new_tokens > (most := self.target.max_positions):
+                raise ConfigError(
+                    f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens = {max_new_tokens} goes beyond the "
+                    f"{most} positions of {self.target.name}; shorten one of them"
+                )
 
 
 class _Run:
@@ -194,8 +230,11 @@ class _Run:
         # A step may start one token before the end and keep a whole path; such a row, ended, then stays in the batch with
         # a whole tree in flight.
         capacity = max(map(len, prompts)) + config.max_new_tokens + drafts + max(budget or 0, drafts) + 1
-        self._cache = open_cache(decoder.target, len(prompts), capacity)
-        self._drafter_cache = None if drafter is None else DrafterCache(drafter, len(prompts), capacity)
+        if decoder.compile:
+            capacity = -(-capacity // SLOTS_COMPILED) * SLOTS_COMPILED
+        rows, compiled = len(prompts), decoder.compile
+        self._cache = open_cache(decoder.target, rows, capacity, compiled=compiled)
+        self._drafter_cache = None if drafter is None else DrafterCache(drafter, rows, capacity, compiled=compiled)
         self._lookups = [PromptLookup(prompt) for prompt in prompts] if mode == "lookup" else []
         self._generator = torch.Generator(device).manual_seed(config.seed)
         self._suppressed = torch.tensor(config.suppressed_ids, dtype=torch.int64, device=device)
@@ -270,7 +309,8 @@ class _Run:
         if self._draft_probs is not None:
             target = sampling_probs(self._logits(final), self._config.temperature, self._config.top_p)
             return accept_chain(tree.tokens[:, 1:], self._draft_probs, target, self._generator)
-        return walk_tree(tree, torch.cat([self._pick(part) for part in torch.split(final, _NODES_PER_CHUNK, dim=1)], dim=1))
+        parts = torch.split(final, max(1, _NODES_PER_CHUNK // len(final)), dim=1)
+        return walk_tree(tree, torch.cat([self._pick(part) for part in parts], dim=1))
 
     def _pick(self, final: Tensor) -> Tensor:
         """The target's token after each of final states [R, L, H]: [R, L]."""

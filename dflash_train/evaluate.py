@@ -7,21 +7,29 @@ it is drafted for. Every speed-up is against `ar`, plain decoding by the same lo
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from dflash_train.chat_tokenizers import ChatTokenizer
-from dflash_train.config import ConfigError
+from dflash_train.config import ConfigError, DrafterConfig
 from dflash_train.conversations import DataError, Sample, read_samples
 from dflash_train.decode import MODES, DecodeConfig, Decoder, Generation, Mode
 from dflash_train.drafter import Drafter
 from dflash_train.drafter_files import read_run
-from dflash_train.targets import load_target
+from dflash_train.regenerate import Sampling, SpecialTokens, generate
+from dflash_train.targets import Target, load_target
 
+EvalMode = Literal[Mode, "generate"]
+"""A mode of decoding, or the `generate` of `transformers` with its own cache."""
+EVAL_MODES: tuple[EvalMode, ...] = (*MODES, "generate")
+
+_STEPS_BEFORE_TREE = 4
 LOOP_TOKENS = 16
 """A text loops from where it repeats this many tokens in a row: any copier predicts the rest."""
 
@@ -39,7 +47,7 @@ class Prompt:
 class Row:
     """One mode on one task (or on all of them)."""
 
-    mode: Mode
+    mode: EvalMode
     budget: int | None
     """Drafted nodes of the tree; None but for ddtree."""
     task: str
@@ -59,8 +67,17 @@ class Row:
     """Tokens of steps over time of steps, whole batches; prompts' passes and first tokens are in neither."""
     speedup: float | None
     """tokens_per_second over that of `ar` on the same task; None if `ar` was not run."""
+    speedup_over_generate: float | None
+    """The same over `generate` of `transformers`."""
     same_as_ar: int | None
     """Prompts whose greedy text is that of `ar`, token by token; None if sampled or `ar` was not run."""
+
+
+class Way(NamedTuple):
+    """What is measured at once."""
+
+    mode: EvalMode
+    budget: int | None
 
 
 def evaluate(
@@ -68,12 +85,13 @@ def evaluate(
     prompt_files: Sequence[Path],
     tokenizer: Callable[[str], ChatTokenizer],
     *,
-    modes: Sequence[Mode] = ("ar", "chain", "ddtree", "lookup"),
+    modes: Sequence[EvalMode] = ("ar", "chain", "ddtree", "lookup"),
     budgets: Sequence[int] = (64,),
     config: DecodeConfig | None = None,
     batch_size: int = 1,
     limit: int | None = None,
     device: torch.device | str = "cpu",
+    compile: bool = False,
 ) -> dict[str, Any]:
     """Decode every prompt in every mode; returns the report that `--json` writes.
 
@@ -88,38 +106,21 @@ def evaluate(
         batch_size: prompts at once.
         limit: first prompts of each file.
         device: of target and drafter.
+        compile: the passes of target and drafter; compiles happen before the clock runs.
 
     Raises:
         ConfigError: the run, a mode or a budget.
         DataError: the prompts.
         TargetError: the target.
     """
-    _check(modes, budgets)
+    ways = list_ways(modes, budgets)
     settings, weights = read_run(run)
     words = tokenizer(settings.target.path)
     prompts = [prompt for path in prompt_files for prompt in read_prompts(path, words, limit)]
-    config = replace(config or DecodeConfig(), stop_ids=words.stop_ids, suppressed_ids=words.suppressed_ids)
+    config = config_for(words, config or DecodeConfig())
     target = load_target(settings.target, settings.drafter.taps, device)
-    drafter = Drafter(settings.drafter)
-    drafter.load_state_dict(weights)
-    dtype = target.vocabulary().embedding.dtype
-    decoder = Decoder(target, drafter.to(device, dtype).eval().requires_grad_(False))
-
-    ways: list[tuple[Mode, int | None]] = [
-        way for mode in modes for way in ([(mode, budget) for budget in budgets] if mode == "ddtree" else [(mode, None)])
-    ]
-    batches = list(_batches(prompts, batch_size))
-    measured: dict[tuple[Mode, int | None], list[_Measured]] = {}
-    for mode, budget in ways:
-        # The first batch once before the clock runs: kernels are chosen, and memory is taken, at the first use.
-        decoder.generate([p.tokens for p in batches[0]], mode, config, budget=budget)
-        measured[mode, budget] = [_measure(decoder, batch, mode, config, budget) for batch in batches]
-    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
-    rows = [
-        _row(mode, budget, task, batch, measured.get(("ar", None)), decoder.num_lookup, greedy=not config.temperature)
-        for (mode, budget), batch in measured.items()
-        for task in (["all", *tasks] if len(tasks) > 1 else ["all"])
-    ]
+    decoder = decoder_of(target, settings.drafter, weights, compile=compile)
+    rows = measure(decoder, prompts, ways, config, batch_size=batch_size, pad_id=words.pad_id)
     return {
         "version": 1,
         "run": str(run),
@@ -128,11 +129,82 @@ def evaluate(
         "batch_size": batch_size,
         "block_size": settings.drafter.block_size,
         "decode": asdict(config),
-        "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compile,
+        "dtype": str(target.vocabulary().embedding.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "rows": [asdict(row) for row in rows],
+        "tree": _show_tree(decoder, prompts[0], ways, config, words),
     }
+
+
+def list_ways(modes: Sequence[str], budgets: Sequence[int]) -> list[Way]:
+    """Modes, `ddtree` once for each budget.
+
+    Raises:
+        ConfigError: an unknown mode, or a budget below 1.
+    """
+    unknown = [mode for mode in modes if mode not in EVAL_MODES]
+    if unknown or not modes:
+        raise ConfigError(f"--mode takes {','.join(EVAL_MODES)}, or some of them; got {','.join(unknown) or 'nothing'}")
+    bad = [budget for budget in budgets if budget < 1]
+    if bad or ("ddtree" in modes and not budgets):
+        raise ConfigError(f"--budget takes numbers of drafted nodes from 1 on, such as 16,64,256; got {bad or 'nothing'}")
+    return [
+        Way(mode, budget)
+        for mode in cast(Sequence[EvalMode], modes)
+        for budget in (budgets if mode == "ddtree" else [None])
+    ]
+
+
+def config_for(tokenizer: ChatTokenizer, config: DecodeConfig) -> DecodeConfig:
+    """`config` with the tokenizer's stop and suppressed tokens."""
+    return replace(config, stop_ids=tokenizer.stop_ids, suppressed_ids=tokenizer.suppressed_ids)
+
+
+def decoder_of(
+    target: Target, config: DrafterConfig, weights: Mapping[str, Tensor], *, compile: bool = False
+) -> Decoder:
+    """A decoder with a drafter of these weights, on the target's device and in its type.
+
+    Raises:
+        ConfigError: the drafter does not fit the target.
+        TargetError: the target cannot be decoded with.
+    """
+    drafter = Drafter(config)
+    drafter.load_state_dict(dict(weights))
+    dtype = target.vocabulary().embedding.dtype
+    return Decoder(target, drafter.to(target.device, dtype).eval().requires_grad_(False), compile=compile)
+
+
+def measure(
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    ways: Sequence[Way],
+    config: DecodeConfig,
+    *,
+    batch_size: int = 1,
+    pad_id: int = 0,
+    warm_up: bool = True,
+) -> list[Row]:
+    """Decode the prompts in every way: a row for each, and with several tasks one more for each task.
+
+    With `warm_up` the first batch of each way runs once before the clock does: kernels are chosen, and memory is taken, at
+    the first use. Where only tau counts it can be left out.
+    """
+    batches = list(_batches(prompts, batch_size))
+    measured: dict[Way, list[_Measured]] = {}
+    for way in ways:
+        if warm_up:
+            _measure(decoder, batches[0], way, config, pad_id)
+        measured[way] = [_measure(decoder, batch, way, config, pad_id) for batch in batches]
+    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
+    plain, theirs = measured.get(Way("ar", None)), measured.get(Way("generate", None))
+    return [
+        _row(way, task, batch, plain, theirs, decoder.num_lookup, greedy=not config.temperature)
+        for way, batch in measured.items()
+        for task in (["all", *tasks] if len(tasks) > 1 else ["all"])
+    ]
 
 
 def read_prompts(path: Path, tokenizer: ChatTokenizer, limit: int | None = None) -> list[Prompt]:
@@ -155,15 +227,16 @@ def read_prompts(path: Path, tokenizer: ChatTokenizer, limit: int | None = None)
 
 def format_table(report: dict[str, Any]) -> str:
     """The rows of a report as a table for people."""
-    lines = [f"{'mode':<12}{'task':<16}{'prompts':>8}{'tau':>8}{'no loop':>9}{'tok/s':>10}{'speed-up':>10}{'same':>8}"]
+    columns = f"{'prompts':>8}{'tau':>8}{'no loop':>9}{'tok/s':>10}{'speed-up':>10}{'x generate':>12}{'same':>8}"
+    lines = [f"{'mode':<12}{'task':<16}{columns}"]
     for row in report["rows"]:
-        name = row["mode"] if row["budget"] is None else f"{row['mode']} {row['budget']}"
-        speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+        way = row["mode"] if row["budget"] is None else f"{row['mode']} {row['budget']}"
+        speedup, over = ("" if row[name] is None else f"{row[name]:.2f}x" for name in ("speedup", "speedup_over_generate"))
         tau, before = ("-" if row[name] is None else f"{row[name]:.2f}" for name in ("tau", "tau_before_loop"))
         same = "" if row["same_as_ar"] is None else f"{row['same_as_ar']}/{row['prompts']}"
         lines.append(
-            f"{name:<12}{row['task'][:15]:<16}{row['prompts']:>8}{tau:>8}{before:>9}"
-            f"{row['tokens_per_second']:>10,.0f}{speedup:>10}{same:>8}"
+            f"{way:<12}{row['task'][:15]:<16}{row['prompts']:>8}{tau:>8}{before:>9}"
+            f"{row['tokens_per_second']:>10,.0f}{speedup:>10}{over:>12}{same:>8}"
         )
     return "\n".join(lines)
 
@@ -195,15 +268,6 @@ class _Measured:
     seconds: float
 
 
-def _check(modes: Sequence[str], budgets: Sequence[int]) -> None:
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown or not modes:
-        raise ConfigError(f"--mode takes {','.join(MODES)}, or some of them; got {','.join(unknown) or 'nothing'}")
-    bad = [budget for budget in budgets if budget < 1]
-    if bad or ("ddtree" in modes and not budgets):
-        raise ConfigError(f"--budget takes numbers of drafted nodes from 1 on, such as 16,64,256; got {bad or 'nothing'}")
-
-
 def _prompt_tokens(sample: Sample, tokenizer: ChatTokenizer) -> list[int]:
     if sample.text is not None:
         tokens = [int(token) for token in tokenizer.encode_text(sample.text).tokens]
@@ -232,17 +296,64 @@ def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     return [group[start : start + size] for group in tasks.values() for start in range(0, len(group), size)]
 
 
-def _measure(decoder: Decoder, batch: Sequence[Prompt], mode: Mode, config: DecodeConfig, budget: int | None) -> _Measured:
-    out = decoder.generate([prompt.tokens for prompt in batch], mode, config, budget=budget)
-    return _Measured(task=batch[0].task, generations=out.generations, seconds=out.decode_seconds)
+def _measure(decoder: Decoder, batch: Sequence[Prompt], way: Way, config: DecodeConfig, pad_id: int) -> _Measured:
+    prompts = [prompt.tokens for prompt in batch]
+    if way.mode == "generate":
+        generations, seconds = _generate(decoder.target, prompts, config, pad_id)
+    else:
+        out = decoder.generate(prompts, way.mode, config, budget=way.budget)
+        generations, seconds = out.generations, out.decode_seconds
+    return _Measured(task=batch[0].task, generations=generations, seconds=seconds)
+
+
+def _generate(
+    target: Target, prompts: Sequence[Sequence[int]], config: DecodeConfig, pad_id: int
+) -> tuple[list[Generation], float]:
+    """By `transformers`. Its prompts' pass and first tokens are timed by a call of their own and taken off."""
+    tokens = SpecialTokens(config.stop_ids, config.suppressed_ids, pad_id)
+    seconds = []
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(config.seed)
+        for length in (1, config.max_new_tokens):
+            sampling = Sampling(temperature=config.temperature, max_new_tokens=length, seed=config.seed)
+            began = time.perf_counter()
+            answers = generate(target, prompts, tokens, sampling, top_p=config.top_p)
+            seconds.append(time.perf_counter() - began)
+    generations = []
+    for answer, ended in answers:
+        generation = Generation(tokens=answer, emitted=[1] * (len(answer) - 1), finish="stop" if ended else "length")
+        generations.append(generation)
+    return generations, max(1e-9, seconds[1] - seconds[0])
+
+
+def _show_tree(
+    decoder: Decoder, prompt: Prompt, ways: Sequence[Way], config: DecodeConfig, words: ChatTokenizer
+) -> dict[str, Any] | None:
+    """One step of the smallest tree that was measured, a little way into the first prompt's answer; None without trees."""
+    budget = min((way.budget for way in ways if way.budget is not None), default=None)
+    if budget is None:
+        return None
+    tree, walk = decoder.one_step(prompt.tokens, config, budget, skip=_STEPS_BEFORE_TREE)
+    tokens = tree.tokens[0].tolist()
+    return {
+        "tokens": tokens,
+        "texts": [words.decode([token]) for token in tokens],
+        "parents": tree.parents[0].tolist(),
+        "depths": tree.depths[0].tolist(),
+        # A prefix that cannot be has -inf, for which JSON has no word.
+        "log_probs": [max(-1e9, value) for value in tree.log_probs[0].tolist()],
+        "accepted": walk.path[0, : int(walk.accepted[0])].tolist(),
+        "next_text": words.decode([int(walk.next_tokens[0])]),
+    }
 
 
 def _row(
-    mode: Mode,
-    budget: int | None,
+    way: Way,
     task: str,
     measured: Sequence[_Measured],
     plain: Sequence[_Measured] | None,
+    theirs: Sequence[_Measured] | None,
     num_drafts: int,
     *,
     greedy: bool,
@@ -255,13 +366,16 @@ def _row(
         texts, seconds = of_task(batches)
         return sum(sum(g.emitted) for g in texts) / max(seconds, 1e-9)
 
+    def speedup(over: Sequence[_Measured] | None) -> float | None:
+        return None if over is None else speed(measured) / max(speed(over), 1e-9)
+
     generations, _ = of_task(measured)
     emitted = [n for g in generations for n in g.emitted]
     before_loop = [n for g in generations for n in g.emitted[: steps_before_loop(g)]]
     pairs = None if plain is None or not greedy else zip(generations, of_task(plain)[0], strict=True)
     return Row(
-        mode=mode,
-        budget=budget,
+        mode=way.mode,
+        budget=way.budget,
         task=task,
         prompts=len(generations),
         tokens=sum(len(g.tokens) for g in generations),
@@ -270,7 +384,8 @@ def _row(
         tau_before_loop=_mean(before_loop),
         acceptance_by_position=[_mean([n > k for n in emitted]) for k in range(1, num_drafts + 1)],
         tokens_per_second=speed(measured),
-        speedup=None if plain is None else speed(measured) / max(speed(plain), 1e-9),
+        speedup=speedup(plain),
+        speedup_over_generate=speedup(theirs),
         same_as_ar=None if pairs is None else sum(ours.tokens == theirs.tokens for ours, theirs in pairs),
     )
 

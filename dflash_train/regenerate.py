@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -183,6 +183,7 @@ def _answer(
     waiting = {index: list(prompts[index]) for index in batch}
     conversations: dict[int, list[Message]] = {index: [] for index in batch}
     finish = dict.fromkeys(batch, "stop")
+    special = SpecialTokens(tokenizer.stop_ids, tokenizer.suppressed_ids, tokenizer.pad_id)
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -198,9 +199,10 @@ def _answer(
             asked = [index for index in asked if conversations[index][-1].role == "user"]
             ids = [tokenizer.encode_prompt(conversations[index]) for index in asked]
             for group in _groups(ids, equal_lengths=not target.packs_documents):
-                answers = generate(target, [ids[i] for i in group], tokenizer, sampling)
+                answers = generate(target, [ids[i] for i in group], special, sampling)
                 for i, (answer, ended) in zip(group, answers, strict=True):
-                    conversations[asked[i]].append(Message("assistant", tokenizer.decode(answer)))
+                    text = tokenizer.decode(answer[:-1] if ended else answer)
+                    conversations[asked[i]].append(Message("assistant", text))
                     finish[asked[i]] = "stop" if ended else "length"
     return [conversations[index] for index in batch], [finish[index] for index in batch]
 
@@ -215,18 +217,26 @@ def _groups(ids: Sequence[Sequence[int]], *, equal_lengths: bool) -> list[list[i
     return list(groups.values())
 
 
+class SpecialTokens(NamedTuple):
+    """What `generate` reads of a tokenizer."""
+
+    stop_ids: tuple[int, ...]
+    suppressed_ids: tuple[int, ...]
+    pad_id: int
+
+
 @torch.no_grad()
 def generate(
-    target: Target, prompts: Sequence[Sequence[int]], tokenizer: ChatTokenizer, sampling: Sampling
+    target: Target, prompts: Sequence[Sequence[int]], special: SpecialTokens, sampling: Sampling, *, top_p: float = 1.0
 ) -> list[tuple[list[int], bool]]:
-    """Answers of a target to prompts of tokens, padded on the left; per answer its tokens without the end token, and
-    whether it ended by itself. Draws from torch's global generators."""
+    """Answers of a target to prompts of tokens, padded on the left; per answer its tokens with the end token, and whether
+    it ended by itself. Draws from torch's global generators."""
     from transformers import GenerationConfig
 
     make_config: Any = GenerationConfig
 
     width = max(map(len, prompts))
-    tokens = torch.full((len(prompts), width), tokenizer.pad_id)
+    tokens = torch.full((len(prompts), width), special.pad_id)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = torch.tensor(prompt)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -239,14 +249,14 @@ def generate(
         generation_config=make_config(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=not greedy,
-            eos_token_id=list(tokenizer.stop_ids),
-            pad_token_id=tokenizer.pad_id,
-            suppress_tokens=list(tokenizer.suppressed_ids) or None,
-            **({} if greedy else {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}),
+            eos_token_id=list(special.stop_ids) or None,
+            pad_token_id=special.pad_id,
+            suppress_tokens=list(special.suppressed_ids) or None,
+            **({} if greedy else {"temperature": sampling.temperature, "top_k": 0, "top_p": top_p}),
         ),
     )
     answers = []
     for ids in out[:, width:].tolist():
-        end = next((i for i, token in enumerate(ids) if token in tokenizer.stop_ids), None)
-        answers.append((ids[:end], end is not None))
+        end = next((i for i, token in enumerate(ids) if token in special.stop_ids), None)
+        answers.append((ids if end is None else ids[: end + 1], end is not None))
     return answers

@@ -1,11 +1,12 @@
 """The frozen language model that is drafted for: loading, and the hidden states that a drafter reads.
 
-Any causal language model of `transformers` whose decoder has one list of layers; prefill only. What a model can do is
+Any causal language model of `transformers` whose decoder has one list of layers. What a model can do is
 found out by trying it on a few tokens at loading, never by its name or by the version of `transformers`.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ class Target:
             raise TargetError(f"{name} has layers 0 … {len(self._layers) - 1}, but {beyond} are to be tapped")
         self.layer_ids = tuple(layer_ids)
         self._captured = threading.local()
+        # Newer versions of `transformers` call it `cache` and warn of the name that the older ones know.
+        parameters = inspect.signature(self._decoder.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         for i in set(layer_ids):
             self._layers[i].register_forward_hook(self._capture(i))
         self._check_head()
@@ -75,6 +79,11 @@ class Target:
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return self._embedding.shape[1]
+
+    @property
+    def max_positions(self) -> int:
+        """Longest text, in tokens, that its configuration allows; a very large number if it has no such limit."""
+        return int(getattr(_text_config(self.model), "max_position_embeddings", None) or 2**62)
 
     @property
     def _embedding(self) -> Tensor:
@@ -109,7 +118,7 @@ class Target:
             positions: [R, S] int64, position in the document.
         """
         if self.packs_documents:
-            return self._run(tokens, positions)
+            return self.run(tokens, positions)
         return self._run_each_document(tokens, documents)
 
     def states_of(self, rows: PackedRows) -> TargetStates:
@@ -132,10 +141,26 @@ class Target:
 
         return hook
 
-    def _run(self, tokens: Tensor, positions: Tensor) -> TargetStates:
+    @torch.no_grad()
+    def run(self, tokens: Tensor, positions: Tensor, masks: Any = None, cache: Any = None) -> TargetStates:
+        """One pass over rows as they are, behind what `cache` holds.
+
+        Args:
+            tokens: [R, L] int64 on the target's device.
+            positions: [R, L] int64.
+            masks: as the decoder takes them: additive [R, 1, L, slots of the cache], one for all layers or by their kind;
+                None: causal, and documents are told apart by their positions where `packs_documents`.
+            cache: of `transformers`, or what stands in its place; written to. None: nothing is kept.
+        """
         self._captured.states = {}
         try:
-            final = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+            final: Tensor = self._decoder(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=masks,
+                use_cache=cache is not None,
+                **({} if cache is None else {self._cache_argument: cache}),
+            ).last_hidden_state
             tapped = [self._captured.states[i].to(final.device) for i in self.layer_ids]
             taps = torch.cat([final[..., :0], *tapped], dim=-1)
         finally:
@@ -162,7 +187,7 @@ class Target:
             padded = tokens.new_zeros(len(batch), longest)
             for i, (row, start, end) in enumerate(batch):
                 padded[i, : end - start] = tokens[row, start:end]
-            out = self._run(padded, torch.arange(longest, device=tokens.device).expand_as(padded))
+            out = self.run(padded, torch.arange(longest, device=tokens.device).expand_as(padded))
             for i, (row, start, end) in enumerate(batch):
                 taps[row, start:end] = out.taps[i, : end - start]
                 final[row, start:end] = out.final[i, : end - start]
@@ -172,7 +197,7 @@ class Target:
     def _check_head(self) -> None:
         tokens = torch.arange(1, 5, device=self.device)[None] % self._embedding.shape[0]
         expected = self.model(input_ids=tokens, use_cache=False).logits.float()
-        ours = self.vocabulary().logits(self._run(tokens, torch.arange(4, device=self.device)[None]).final).float()
+        ours = self.vocabulary().logits(self.run(tokens, torch.arange(4, device=self.device)[None]).final).float()
         scale = expected.abs().max().clamp_min(1e-6)
         difference = float((ours - expected).abs().max() / scale)
         if not difference < 0.02:  # also true of NaN
@@ -190,7 +215,7 @@ class Target:
         changed = tokens.clone()
         for row, split in enumerate(splits):
             changed[row, :split] = (changed[row, :split] + 3) % self._embedding.shape[0]
-        before, after = self._run(tokens, positions), self._run(changed, positions)
+        before, after = self.run(tokens, positions), self.run(changed, positions)
         for row, split in enumerate(splits):
             moved = not torch.equal(before.final[row, :split], after.final[row, :split])
             still = torch.equal(before.final[row, split:], after.final[row, split:])

@@ -39,6 +39,7 @@ from dflash_train.checkpoint import (
 from dflash_train.config import ConfigError, RunConfig
 from dflash_train.config_files import dump_config
 from dflash_train.data import MANIFEST, Documents
+from dflash_train.held_out import HeldOut
 from dflash_train.hidden_cache import CachedTarget
 from dflash_train.live import Lane, LiveView
 from dflash_train.losses import LossSums, add_sums
@@ -182,6 +183,7 @@ class _Run:
         """Whether all drafters stand between the same two steps."""
         self._accepted: list[float] = []
         self._latest: StepRecord | None = None
+        self._held_out: HeldOut | None = None
         self._combined = Meeting(num_drafters, self._combine)
         self._closed = Meeting(num_drafters, self._close_step)
         # Not the second one: who has met to combine goes on to the end of the step, whatever failed elsewhere.
@@ -274,6 +276,14 @@ class _Run:
                 replica.load_moments(_part(state, "moment."))
                 if i == 0 and "rng.cpu" in state:
                     torch.set_rng_state(state["rng.cpu"].to(torch.uint8))
+        if config.eval.every and self.hosts.rank == 0:
+            target = self.targets[0]
+            if isinstance(target, CachedTarget):
+                raise ConfigError(
+                    f"eval.every = {config.eval.every} decodes with the target, and data.hidden = {config.data.hidden!r} trains "
+                    "without one; set eval.every = 0 and run `dflash-train eval` afterwards, or leave data.hidden empty"
+                )
+            self._held_out = HeldOut(config, target)
         self.source = Source(data, config, self.topology, self.progress.step, self.progress.place)
         dtypes = f"{config.train.dtype} on {', '.join(map(str, self.drafter_devices))}"
         self.report(
@@ -435,8 +445,10 @@ class _Run:
             self._average()
         self._consistent = True
         self._leaving = stop > 0 or step == train.steps
-        self._log(dict(zip(vars(_NO_SUMS), values, strict=True)), int(tokens))
-        if self._leaving or step % train.save_every == 0:
+        saves = self._leaving or step % train.save_every == 0
+        tau = self._decode() if not stop and (saves or step % max(1, self.config.eval.every) == 0) else None
+        self._log(dict(zip(vars(_NO_SUMS), values, strict=True)), int(tokens), tau)
+        if saves:
             self.writer.submit(self._snapshot())
             self.last_saved = step
             self._accepted.clear()
@@ -446,6 +458,17 @@ class _Run:
                 "look at the data from this step on"
             )
 
+    def _decode(self) -> float | None:
+        """tau on the held-out prompts, if there are any; where the drafters differ, of their mean."""
+        if self._held_out is None:
+            return None
+        began = time.perf_counter()
+        tau = self._held_out.tau(mean_of([replica.masters for replica in self.replicas[: 1 if self._alike else None]]))
+        self.progress = replace(self.progress, acceptance=tau - 1)
+        prompts, spent = len(self._held_out.prompts), time.perf_counter() - began
+        self.report(f"held out, step {self.progress.step}: tau {tau:.2f} on {prompts} prompts, {spent:.1f} s")
+        return tau
+
     def _average(self) -> None:
         share = 1 / self.topology.drafters
         combine([list(replica.masters.values()) for replica in self.replicas], self.hosts, share)
@@ -454,7 +477,7 @@ class _Run:
         for replica in self.replicas:
             replica.publish()
 
-    def _log(self, sums: dict[str, float], tokens: int) -> None:
+    def _log(self, sums: dict[str, float], tokens: int, tau: float | None) -> None:
         now = time.perf_counter()
         spent = max(1e-9, now - self._step_ended)
         self._step_ended = now
@@ -486,7 +509,7 @@ class _Run:
         )
         self._latest = record
         for logger in self.loggers:
-            logger.log(vars(record))
+            logger.log(vars(record) if tau is None else {**vars(record), "tau": tau})
         if progress.step % train.log_every == 0 or self._leaving or progress.bad_in_a_row:
             self.report(record.line())
 
@@ -509,9 +532,10 @@ class _Run:
                 kept |= {f"weight.{name}": value for name, value in replica.masters.items()}
             files[first + i] = {name: value.detach().to("cpu", copy=True) for name, value in kept.items()}
             files[first + i]["rng.cpu"] = torch.get_rng_state()
-        accepted = sum(self._accepted) / max(1, len(self._accepted))
+        if self._held_out is None:
+            self.progress = replace(self.progress, acceptance=sum(self._accepted) / max(1, len(self._accepted)))
         return Snapshot(
-            progress=replace(self.progress, acceptance=accepted),
+            progress=self.progress,
             config=self.config,
             weights=weights,
             replicas=files,

@@ -57,3 +57,33 @@ def test_the_trainers_checks_run_without_a_gpu(module: str, options: list[str], 
     runs = [result] if module == "trainer_27b" else [value for value in result.values() if value and "step" in value]
     assert runs
     assert all(run["step"] == 4 and run["tok_s"] > 0 and run["findings"] == [] for run in runs)
+
+
+def test_lines_of_a_file_are_selected_from_1_on(tmp_path: Path) -> None:
+    from benchmarks.road_parts import select_lines
+
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(f"{n}\n" for n in range(1, 11)), "utf-8")
+    assert select_lines(f"{source}:3-5", tmp_path).read_text("utf-8") == "3\n4\n5\n"
+    assert select_lines(str(source), tmp_path) == source
+
+
+def test_the_road_and_the_losses_run_without_a_gpu(tmp_path: Path) -> None:
+    """From prompts to figures and an export, on the tiny target; the second script takes the first one's data."""
+    pytest.importorskip("transformers")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"prompt {n}"]}) + "\n" for n in range(24)), "utf-8")
+    judge = ["--judge", f"{prompts}:17-24", "--judge-prompts", "2", "--judge-tokens", "12"]
+    run = ["--target", "tiny", "--preset", "tiny-cpu", "--dtype", "float32", *judge]
+    road = ["--prompts", f"{prompts}:1-16", "--work", str(tmp_path / "work"), "--answer-tokens", "40", "--no-peer"]
+    road += ["--regenerate-seconds", "1", "--train-seconds", "1", "--timed-prompts", "1", "--temperatures", "0.7,0"]
+    losses = ["--data", str(tmp_path / "work" / "data"), "--losses", "ce,kl", "--seeds", "1", "--seconds", "1"]
+    for name, options in (("road", road), ("losses", losses)):
+        command = [sys.executable, "-m", f"benchmarks.{name}", *run, *options, "--json", str(tmp_path / f"{name}.json")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "road.json").read_text("utf-8"))
+    assert {"tau at T = 0.7: ddtree over chain", "tau at T = 0.0: chain over prompt lookup"} <= result["goals"].keys()
+    assert {row["mode"] for row in result["speed/0.7"]} == {"ar", "chain", "ddtree", "lookup", "generate"}
+    assert (tmp_path / "work" / "export" / "config.json").is_file()
+    assert {run["loss"] for run in json.loads((tmp_path / "losses.json").read_text("utf-8"))["runs"]} == {"ce", "kl"}

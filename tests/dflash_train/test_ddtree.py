@@ -30,7 +30,7 @@ def prefixes(tree: Tree, row: int) -> list[tuple[int, ...]]:
 
 def brute_force(logits: Tensor) -> dict[tuple[int, ...], float]:
     """fp32 log-probability of every prefix, added from the front as the tree adds them."""
-    log = (logits - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0)
+    log = logits.log_softmax(-1).clamp(max=0.0)
     depth, vocab = logits.shape
     scores: dict[tuple[int, ...], Tensor] = {(): torch.tensor(0.0)}
     for d in range(depth):

@@ -53,12 +53,9 @@ def test_a_recurrent_target_writes_the_same_too(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.stress
-def test_a_recurrent_target_writes_the_same_on_more_prompts(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """Replaying its state is slow: `--stress-iterations 2000` makes it 200 prompts."""
-    num_prompts = min(200, max(4, request.config.getoption("--stress-iterations") // 10))
-    compare_with_plain(tiny_decoder(TARGETS["hybrid"]), num_prompts, monkeypatch, length=8)
+def test_a_recurrent_target_writes_the_same_on_more_prompts(monkeypatch: pytest.MonkeyPatch, stress_iterations: int) -> None:
+    """Its state is replayed, path by path, so this is slow: `--stress-iterations 200` takes 200 prompts, and minutes."""
+    compare_with_plain(tiny_decoder(TARGETS["hybrid"]), stress_iterations, monkeypatch, length=8)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from dflash_train.config_files import load_config
 from dflash_train.data import Documents
 from dflash_train.decode import DecodeConfig, Decoder, Generation
 from dflash_train.drafter_files import save_drafter
-from dflash_train.evaluate import read_prompts, steps_before_loop
+from dflash_train.evaluate import Prompt, list_ways, measure, read_prompts, steps_before_loop
 from dflash_train.export import export_run
 
 pytest.importorskip("transformers")
@@ -99,9 +100,10 @@ def evaluate(trained: Trained, folder: Path, *options: str) -> tuple[int, dict[s
 def test_the_report_has_every_mode_budget_and_task(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, rows = evaluate(trained, tmp_path, "--mode", "ar,chain,ddtree,lookup", "--budget", "8,32", "--batch-size", "2")
+    modes = "ar,chain,ddtree,lookup,generate"
+    code, rows = evaluate(trained, tmp_path, "--mode", modes, "--budget", "8,32", "--batch-size", "2")
     assert code == 0
-    ways = ("ar None", "chain None", "ddtree 8", "ddtree 32", "lookup None")
+    ways = ("ar None", "chain None", "ddtree 8", "ddtree 32", "lookup None", "generate None")
     assert list(rows) == [f"{way} {task}" for way in ways for task in ("all", "letters", "texts")]
     for row in rows.values():
         assert row["same_as_ar"] == row["prompts"] == {"all": 5, "letters": 3, "texts": 2}[str(row["task"])]
@@ -109,9 +111,25 @@ def test_the_report_has_every_mode_budget_and_task(
         # tau is 1 and the sum of the shares by position: the convention in one line.
         assert row["tau"] == pytest.approx(1 + sum(row["acceptance_by_position"]))  # type: ignore[arg-type,call-overload]
     assert rows["ar None all"]["tau"] == rows["ar None all"]["speedup"] == 1.0
+    assert rows["generate None all"]["tau"] == rows["generate None all"]["speedup_over_generate"] == 1.0
     table = capsys.readouterr().out
-    assert len(table.splitlines()) == 16
+    assert len(table.splitlines()) == 19
     assert "ddtree 32" in table
+
+
+def test_a_tree_accepts_more_than_the_chain_of_the_same_drafter(trained: Trained, tmp_path: Path) -> None:
+    """A drafter half way to knowing its text by heart, and the same text sampled, which leaves what it has seen."""
+    _, drafter, target, _ = train(trained.config, tmp_path / "data", 100, temperature=0.0)
+    decoder = Decoder(target, drafter)
+    prompts = [Prompt(task="all", tokens=tokens) for tokens in trained.prompts]
+    for temperature in (0.0, 0.7):
+        config = replace(ENDS, temperature=temperature)
+        rows = measure(decoder, prompts, list_ways(["chain", "ddtree"], [3, 16, 64]), config, batch_size=24)
+        chain, three, sixteen, many = (row.tau or 0.0 for row in rows)
+        shown = f"chain {chain:.2f}, trees of 3, 16, 64 nodes {three:.2f}, {sixteen:.2f}, {many:.2f}"
+        print(f"\n  T = {temperature}: tau of {shown} (of 4)", end="")
+        assert chain < sixteen < many
+        assert temperature or many > 1.15 * chain
 
 
 def test_sampled_text_is_not_compared_word_by_word(trained: Trained, tmp_path: Path) -> None:
@@ -124,9 +142,12 @@ def test_sampled_text_is_not_compared_word_by_word(trained: Trained, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mode", "ar,tree"], "--mode takes ar,chain,ddtree,lookup, or some of them; got tree"),
+        (["--mode", "ar,tree"], "--mode takes ar,chain,ddtree,lookup,generate, or some of them; got tree"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--tokenizer", "/nowhere"], "/nowhere"),
+        (["--device", "cuda:77"], "--device cuda:77 cannot be used"),
+        (["--device", "gpu"], "There are cpu"),
+        (["--max-new-tokens", "3000"], "with max_new_tokens = 3000 goes beyond the 2048 positions of tiny; shorten"),
     ],
 )
 def test_what_cannot_be_done_is_said(
@@ -135,6 +156,26 @@ def test_what_cannot_be_done_is_said(
     code, rows = evaluate(trained, tmp_path, *options)
     assert (code, rows) == (2, {})
     assert message in capsys.readouterr().err
+
+
+def test_the_report_is_drawn(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plots = ["--plots", str(tmp_path / "plots")]
+    assert evaluate(trained, tmp_path, "--mode", "ar,chain,ddtree", "--budget", "8,16", "--limit", "1", *plots)[0] == 0
+    names = ["acceptance.png", "budget.png", "tree.png"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == names
+    assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    tree = json.loads((tmp_path / "report.json").read_text("utf-8"))["tree"]
+    assert (len(tree["texts"]), tree["accepted"][0], tree["parents"][tree["accepted"][-1]] in tree["accepted"]) == (9, 0, True)
+
+
+def test_plots_without_matplotlib_are_refused_before_the_work(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    assert evaluate(trained, tmp_path, "--mode", "ar", "--plots", str(tmp_path / "plots")) == (2, {})
+    assert "pip install 'compile-guard[plots]'" in capsys.readouterr().err
 
 
 def test_a_report_that_exists_is_not_overwritten(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

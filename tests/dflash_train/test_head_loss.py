@@ -1,15 +1,11 @@
 """The fused head loss against the plain one, forward and backward: on CUDA, or on the CPU in Triton's interpreter."""
 
 import dataclasses
-import importlib.util
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from interpreter import DEVICE, hold_in_the_interpreter, kernel_runs
 from torch import Tensor
 
 import compile_guard
@@ -17,10 +13,6 @@ from dflash_train.config import ConfigError, LossConfig
 from dflash_train.losses import LossSums, block_loss
 from dflash_train.vocabulary import Vocabulary
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-RUNS = HAS_TRITON and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-fused_runs = pytest.mark.skipif(not RUNS, reason="needs Triton, and CUDA or TRITON_INTERPRET=1")
 H, V, M, P = 16, 41, 7, 5
 TERMS = {
     "ce": LossConfig(),
@@ -61,26 +53,18 @@ class Problem:
         torch.testing.assert_close(our_gradient, plain_gradient, atol=atol, rtol=rtol)
 
 
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="no Triton, or CUDA runs these tests themselves")
-@pytest.mark.skipif(RUNS, reason="this is the interpreter")
 def test_the_tests_below_hold_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    hold_in_the_interpreter(__file__)
 
 
-@fused_runs
+@kernel_runs
 @pytest.mark.parametrize("weighting", ["uniform", "decay", "dpace"])
 @pytest.mark.parametrize("terms", TERMS)
 def test_value_statistics_and_gradient_are_the_references(terms: str, weighting: str) -> None:
     Problem().compare(dataclasses.replace(TERMS[terms], weighting=weighting))
 
 
-@fused_runs
+@kernel_runs
 @pytest.mark.parametrize("terms", TERMS)
 def test_bfloat16_is_as_near_to_float32_as_the_reference_is(terms: str) -> None:
     exact, rounded = Problem(), Problem(torch.bfloat16)
@@ -97,7 +81,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_reference_is(terms: str) -> None:
     assert errors["fused"] <= 1.5 * errors["reference"]  # the interpreter truncates where the GPU rounds
 
 
-@fused_runs
+@kernel_runs
 @pytest.mark.parametrize("vocab", [1, 2, 7, 4095, 4096, 4097, 9001])
 def test_any_vocabulary_and_a_few_chunks(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_train.kernels import head_loss
@@ -108,7 +92,7 @@ def test_any_vocabulary_and_a_few_chunks(vocab: int, monkeypatch: pytest.MonkeyP
     problem.compare(dataclasses.replace(TERMS["cap"], weighting="dpace"), atol=2e-6, rtol=1e-4)
 
 
-@fused_runs
+@kernel_runs
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_no_block_and_one_block(blocks: int) -> None:
     problem = Problem(blocks=blocks)
@@ -116,13 +100,13 @@ def test_no_block_and_one_block(blocks: int) -> None:
         problem.compare(terms)
 
 
-@fused_runs
+@kernel_runs
 @pytest.mark.parametrize("extra", [{"logit_softcap": 3.0}, {"bias": 1.0}, {"bias": 1.0, "logit_softcap": 2.0}])
 def test_softcap_and_bias(extra: dict[str, float]) -> None:
     Problem(**extra).compare(TERMS["all"])
 
 
-@fused_runs
+@kernel_runs
 @pytest.mark.parametrize("size", [1e2, 1e4])
 @pytest.mark.parametrize("terms", ["ce", "all"])
 def test_logits_of_ten_thousand_and_one_hot_teachers(terms: str, size: float) -> None:
@@ -137,7 +121,7 @@ def test_logits_of_ten_thousand_and_one_hot_teachers(terms: str, size: float) ->
     assert problem.run(TERMS[terms], "fused")[1].isfinite().all()
 
 
-@fused_runs
+@kernel_runs
 def test_what_an_unsupervised_slot_holds_does_not_matter() -> None:
     problem = Problem()
     expected = problem.run(TERMS["all"], "fused")
@@ -148,7 +132,7 @@ def test_what_an_unsupervised_slot_holds_does_not_matter() -> None:
         assert torch.equal(gradient, expected[1])
 
 
-@fused_runs
+@kernel_runs
 def test_a_state_that_is_not_finite_is_seen_in_value_and_gradient() -> None:
     problem = Problem()
     problem.supervised[0, 0] = True
@@ -158,7 +142,7 @@ def test_a_state_that_is_not_finite_is_seen_in_value_and_gradient() -> None:
     assert gradient[0, 0].isnan().any()
 
 
-@fused_runs
+@kernel_runs
 def test_the_same_input_gives_the_same_bits_also_in_threads() -> None:
     problem = Problem(vocab=5000)
     expected = problem.run(TERMS["all"], "fused")
@@ -180,7 +164,7 @@ def test_the_same_input_gives_the_same_bits_also_in_threads() -> None:
         assert torch.equal(gradient, expected[1])
 
 
-@fused_runs
+@kernel_runs
 def test_without_gradients_none_is_made() -> None:
     problem = Problem()
     expected, _ = problem.run(TERMS["all"], "fused")
@@ -192,7 +176,7 @@ def test_without_gradients_none_is_made() -> None:
     assert not block_loss(*arguments).numerator.requires_grad
 
 
-@fused_runs
+@kernel_runs
 def test_it_stands_inside_compiled_code(clean: None) -> None:
     problem = Problem()
     config = dataclasses.replace(TERMS["all"], implementation="fused")
@@ -210,7 +194,7 @@ def test_it_stands_inside_compiled_code(clean: None) -> None:
     torch.testing.assert_close(hidden.grad, expected[1])
 
 
-@fused_runs
+@kernel_runs
 def test_a_head_that_wants_a_gradient_is_refused() -> None:
     problem = Problem()
     problem.vocabulary.head.requires_grad_()
