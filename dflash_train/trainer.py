@@ -280,8 +280,8 @@ class _Run:
             target = self.targets[0]
             if isinstance(target, CachedTarget):
                 raise ConfigError(
-                    f"eval.every = {config.eval.every} decodes with the target, and data.hidden = {config.data.hidden!r} trains "
-                    "without one; set eval.every = 0 and run `dflash-train eval` afterwards, or leave data.hidden empty"
+                    f"eval.every = {config.eval.every} decodes with the target, and data.hidden = {config.data.hidden!r} "
+                    "trains without one; set eval.every = 0 and run `dflash-train eval` afterwards, or leave data.hidden empty"
                 )
             self._held_out = HeldOut(config, target)
         self.source = Source(data, config, self.topology, self.progress.step, self.progress.place)
