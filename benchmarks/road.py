@@ -55,16 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, help="folder that keeps target, data and runs; what is there is used again")
     parser.add_argument("--dtype", default="bfloat16", help="of target and drafter (%(default)s)")
     parser.add_argument("--regenerate-seconds", type=float, default=40.0, help="for rounds of answers (%(default)s)")
-    parser.add_argument("--regenerate-batch", type=int, default=500, help="prompts at once (%(default)s)")
+    parser.add_argument("--regenerate-batch", type=int, default=1000, help="prompts at once (%(default)s)")
     parser.add_argument("--answer-tokens", type=int, default=160, help="(%(default)s)")
     parser.add_argument("--answer-temperatures", type=numbers, default="0.7,1", help="by round (%(default)s)")
-    parser.add_argument("--train-seconds", type=float, default=45.0, help="of steps, for each side (%(default)s)")
+    parser.add_argument("--train-seconds", type=float, default=40.0, help="of steps, for each side (%(default)s)")
     parser.add_argument("--temperatures", type=numbers, default="0.7,1,0", help="judged at, in this order (%(default)s)")
     parser.add_argument("--budgets", default="64", help="nodes of trees (%(default)s)")
     parser.add_argument("--judge-prompts", type=int, default=32, help="of each file (%(default)s)")
     parser.add_argument("--judge-tokens", type=int, default=96, help="(%(default)s)")
     parser.add_argument("--judge-batch", type=int, default=32, help="prompts at once, for tau (%(default)s)")
-    parser.add_argument("--timed-prompts", type=int, default=3, help="of each file, one at a time (%(default)s)")
+    parser.add_argument("--timed-prompts", type=int, default=2, help="of each file, one at a time (%(default)s)")
+    parser.add_argument("--compile", action="store_true", help="compile the steps whose speed is measured")
     parser.add_argument("--no-peer", action="store_true", help="without SpecForge")
     parser.add_argument("--limit", type=float, default=290.0, help="seconds after which nothing new is begun (%(default)s)")
     parser.add_argument("--json", help="write the figures to this file")
@@ -129,7 +130,9 @@ def drive(options: argparse.Namespace, work: Path) -> int:
         if number == 0 and not clock.is_over("speed"):
             with clock.stage(f"speed, one prompt at a time, T = {temperature}"):
                 ways = list_ways(["ar", "chain", "ddtree", "lookup", "generate"], budgets)
+                sides["ours"].compile = options.compile
                 timed = parts.judge(sides["ours"], few, words, ways, temperature, options.judge_tokens, 1, timed=True)
+            sides["ours"].compile = False
             show(timed, result, f"speed/{temperature}")
             compare_speed(timed, clock, result)
             parts.write(options.json, result)

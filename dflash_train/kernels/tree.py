@@ -43,16 +43,17 @@ def grow_tree(roots: Tensor, best_log: Tensor, best_tokens: Tensor, num_nodes: i
     log_probs = torch.zeros(rows, length, dtype=torch.float32, device=device)
     ancestors = torch.empty(rows, length, length, dtype=torch.bool, device=device)
     search: Any = _search
-    search[(rows,)](
-        best_log.contiguous(), parents, depths, ranks, log_probs, NODES=num_nodes, DEPTH=max_depth, WIDTH=width,
-        SLOTS=triton.next_power_of_2(num_nodes), num_warps=1 if num_nodes <= 1024 else 4,
-    )  # fmt: skip
     describe: Any = _describe
     block = 4
-    describe[(rows, triton.cdiv(length, block))](
-        roots.contiguous(), best_tokens.contiguous(), parents, depths, ranks, tokens, ancestors.view(torch.uint8),
-        LENGTH=length, DEPTH=max_depth, WIDTH=width, BLOCK=block, COLUMNS=triton.next_power_of_2(length),
-    )  # fmt: skip
+    with torch.cuda.device_of(best_log):  # Triton launches on the current device
+        search[(rows,)](
+            best_log.contiguous(), parents, depths, ranks, log_probs, NODES=num_nodes, DEPTH=max_depth, WIDTH=width,
+            SLOTS=triton.next_power_of_2(num_nodes), num_warps=1 if num_nodes <= 1024 else 4,
+        )  # fmt: skip
+        describe[(rows, triton.cdiv(length, block))](
+            roots.contiguous(), best_tokens.contiguous(), parents, depths, ranks, tokens, ancestors.view(torch.uint8),
+            LENGTH=length, DEPTH=max_depth, WIDTH=width, BLOCK=block, COLUMNS=triton.next_power_of_2(length),
+        )  # fmt: skip
     return Tree(
         tokens=tokens, parents=parents, depths=depths, ancestors=ancestors, log_probs=log_probs, max_depth=max_depth
     )
