@@ -26,6 +26,7 @@ from compile_guard.torch_seams import (
     modules,
     numeric_switches,
     reset,
+    stance,
     thread_stack,
     trace_lock,
     tracers,
@@ -74,6 +75,7 @@ SEAMS: tuple[Seam, ...] = (
     *devices.SEAMS,
     *inductor.SEAMS,
     *numeric_switches.SEAMS,
+    *stance.SEAMS,
     *thread_stack.SEAMS,
     *finding_logs.SEAMS,
 )
