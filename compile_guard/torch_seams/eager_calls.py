@@ -96,10 +96,6 @@ class Frames:
         self._call_impl = Module._call_impl.__code__
         self._module_call = Module._wrapped_call_impl.__code__
 
-    def is_module_call(self, code: CodeType) -> bool:
-        """Whether `code` is a module's way to its `forward`, which Dynamo never compiles."""
-        return code is self._call_impl or code is self._module_call
-
     def call_of_first_frame(self, frame: FrameType | None) -> FrameType | None:
         """The frame of torch's compiled-call wrapper where, seen from Dynamo's callback, the frame is the first of its call:
         nothing has happened in it yet."""
@@ -232,7 +228,7 @@ def _eager_calls(patches: Patches) -> None:
     from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
     frames = Frames()
-    EAGER.seam = _EagerSeam()
+    seam = EAGER.seam = _EagerSeam()
     patches.on_undo("eager calls", EAGER.clear)
     call = convert_frame.CatchErrorsWrapper.__call__
     trace_frame = convert_frame.trace_frame
@@ -257,9 +253,9 @@ def _eager_calls(patches: Patches) -> None:
         return result
 
     def _tell(result: Any, frame: Any, caller: FrameType) -> None:
-        code = frame.f_code
+        code: CodeType = frame.f_code
         wrapper = frames.call_of_first_frame(caller)
-        if wrapper is None or frames.is_module_call(code):
+        if wrapper is None or seam.code_called_by(wrapper) is not code:
             return  # what a compiled function calls is skipped often, and by right
         fallback = _why(result, frame)
         if fallback is None:
@@ -296,8 +292,8 @@ def _eager_calls(patches: Patches) -> None:
 
     for wrapper in (trace_noted, callback):
         as_part_of_dynamo(wrapper)
-    for code in (_tell.__code__, _why.__code__):
-        skip_code(code)
+    for own in (_tell, _why):
+        skip_code(own.__code__)
     patches.set_attribute(convert_frame, "trace_frame", trace_noted)
     patches.set_attribute(convert_frame.CatchErrorsWrapper, "__call__", callback)
     for code in _full_before():

@@ -129,8 +129,8 @@ def _report(holder: int) -> None:
             now=this_thread("calls a compiled function"),
             other=other_thread(holder, "is inside the block"),
             shared="the compiler's stance, of which torch has one for the process; a block puts back what it found",
-            consequence="this call runs eager, or fails, as the other thread asked for its own; of overlapping blocks one stays "
-            "in force for ever",
+            consequence="this call runs eager, or fails, as the other thread asked for its own; of blocks that overlap one "
+            "stays in force for ever",
             fix="keep compile_guard.install(), under which a block's stance is its thread's own",
             prevented=True,
         )
