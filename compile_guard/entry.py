@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from typing import Any, Protocol, cast
 
 from compile_guard import waits
+from compile_guard.eager_calls import EAGER
 from compile_guard.findings import Finding, GuardError, findings, other_thread, this_thread
 from compile_guard.tracing import TRACE_LOCK
 
@@ -45,6 +46,24 @@ _attempt = _Attempt()
 _running: list[None] = []
 """One item for each compiled call that has begun and not ended, of any thread: `append` and `pop` are atomic and cheap."""
 _gate_closed = False
+_attention = False
+"""Whether a call must stop and look: the gate is closed, or some function runs eager. All that a warm call reads."""
+
+
+def _attend() -> None:
+    """The gate has opened or closed, or `EAGER` has begun or ended to watch."""
+    global _attention
+    _attention = _gate_closed or EAGER.on
+
+
+EAGER.on_change = _attend
+
+
+def _begins(compiled: Callable[..., Any], frame: FrameType) -> None:
+    if _gate_closed:
+        gate.pass_through(frame.f_back)
+    if EAGER.on:
+        EAGER.begins(compiled, frame)
 
 
 class once_more:
@@ -73,14 +92,16 @@ def counted_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def entry(*args: Any, **kwargs: Any) -> Any:
         begin(None)
         try:
-            if _gate_closed:
-                gate.pass_through(sys._getframe(1))
+            if _attention:
+                _begins(compiled, sys._getframe())
             return compiled(*args, **kwargs)
         except RetryCompiledCall:
             with once_more():
                 return compiled(*args, **kwargs)
         finally:
             end()
+            if _attention:
+                EAGER.ended(sys._getframe())
 
     entry._compile_guard_inner = compiled  # type: ignore[attr-defined]
     return entry
@@ -117,14 +138,16 @@ def counted_dispatch(
             compiled = compiled_for[device_of(args, kwargs)]
         begin(None)
         try:
-            if _gate_closed:
-                gate.pass_through(sys._getframe(1))
+            if _attention:
+                _begins(compiled, sys._getframe())
             return compiled(*args, **kwargs)
         except RetryCompiledCall:
             with once_more():
                 return compiled(*args, **kwargs)
         finally:
             end()
+            if _attention:
+                EAGER.ended(sys._getframe())
 
     return dispatch
 
@@ -137,6 +160,7 @@ RETRYING_CODES: frozenset[CodeType] = frozenset(
 )
 """Code of the functions that catch `RetryCompiledCall`: it may be raised only in a call that came through one of them, and
 Dynamo must leave their frames alone."""
+EAGER.is_entry_code = RETRYING_CODES.__contains__
 
 
 def _holds(frame: FrameType | None, codes: Callable[[CodeType], bool]) -> bool:
@@ -223,11 +247,13 @@ class Gate:
             waits.wait_for(lambda span: self._closing.acquire(timeout=span), "the reset in another thread", self._holders)
         self._closer = me
         _gate_closed = True
+        _attend()
         try:
             self._drain(me, is_compiled_call, timeout)
             yield
         finally:
             _gate_closed = False
+            _attend()
             self._closer = None
             self._closing.release()
             with self._opened:
@@ -312,6 +338,7 @@ def after_fork_in_child() -> None:
     """Open the gate, and count only the calls that the forking thread is in: the others are not in the child."""
     global _gate_closed
     _gate_closed = False
+    _attend()
     gate.__init__()  # type: ignore[misc]
     frame: FrameType | None = sys._getframe()
     num_own = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Literal
 
 Mode = Literal["off", "record", "warn", "raise"]
@@ -23,6 +23,8 @@ _OWN_HAZARDS = os.path.join(_OWN_DIRECTORY, "hazards", "")
 """Its triggers are programs: what they do is what a finding shows."""
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _THREADING_FILE = threading.__file__
+_hidden: set[CodeType] = set()
+"""Code of ours that bears the file name of what it wraps."""
 _MAX_RECORDED = 1000
 """A finding that repeats only raises the count of the first, so that this is a bound on different findings."""
 
@@ -82,6 +84,8 @@ class Finding:
     fix: str
     prevented: bool
     """True when the guard took the effect away; False when it happened."""
+    supersedes: bool = False
+    """It says all that an earlier finding of its key said, and takes its place."""
     time_ns: int = field(default_factory=time.time_ns)
     count: int = 1
 
@@ -106,12 +110,18 @@ class Finding:
         return "\n".join(lines)
 
 
+def hide(code: CodeType) -> None:
+    """Leave frames of `code` out of the stacks of findings."""
+    _hidden.add(code)
+
+
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
     """A stack as a user reads it: the program's own frames, and below them the library frame that they ended in."""
     # Held for as short as can be: the frames of another thread keep alive what it has let go of.
     places = []
     while frame is not None:
-        places.append((frame.f_code, frame.f_lineno))
+        if frame.f_code not in _hidden:
+            places.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     libraries = _library_folder()
     rows: list[str] = []
@@ -198,7 +208,8 @@ class Findings:
             known = self._found.get(finding.key)
             if known is not None:
                 # One that happened outranks one that was prevented: it must not hide behind the first sighting.
-                kept = finding if known.prevented and not finding.prevented else known
+                later = not finding.prevented and (known.prevented or finding.supersedes)
+                kept = finding if later else known
                 self._found[finding.key] = replace(kept, count=known.count + 1)
             elif len(self._found) < _MAX_RECORDED:
                 self._found[finding.key] = finding

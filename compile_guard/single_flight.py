@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from compile_guard import waits
 from compile_guard.by_identity import ByIdentity
+from compile_guard.eager_calls import EAGER, Fallback
 from compile_guard.entry import RetryCompiledCall, may_retry
 from compile_guard.events import span
 from compile_guard.findings import Finding, findings, this_thread
@@ -28,6 +29,7 @@ class DynamoFrame(Protocol):
     """What Dynamo hands to its callback."""
 
     f_code: CodeType
+    f_globals: dict[str, Any]
     f_locals: dict[str, Any]
 
 
@@ -48,6 +50,9 @@ class CompileSeam(Protocol):
 
     def limit_reason(self, code: CodeType) -> str:
         """The limit that was hit and the number of entries, for people."""
+
+    def calls_flex(self, frame: DynamoFrame) -> bool:
+        """Whether the function calls flex_attention, as far as its names tell."""
 
     def settings(self, code: CodeType) -> AbstractContextManager[Any]:
         """Puts in force what is asked for this compile alone: the code object's own recompile limit, and `dynamic=`."""
@@ -113,7 +118,7 @@ class SingleFlight:
                 self._backend_of[code] = backend
                 self._compiled_by[frame.f_code] = threading.get_ident()
             elif limited:
-                self._report_limit(frame.f_code)
+                self._report_limit(frame)
             return result
 
         return convert
@@ -161,7 +166,8 @@ class SingleFlight:
             time.sleep(0.0001)  # lets that thread have the GIL, which is all that it needs
         return waited
 
-    def _report_limit(self, code: CodeType) -> None:
+    def _report_limit(self, frame: DynamoFrame) -> None:
+        code = frame.f_code
         device = device_of_clone.get(code)
         if device is None:
             where = "in every thread and on every device"
@@ -174,6 +180,10 @@ class SingleFlight:
                 "a larger compile_guard.compile(recompile_limit=), or fewer kinds of input: dynamic=True, padded shapes; "
                 "TORCH_LOGS=recompiles tells what differs"
             )
+        flex = self._seam.calls_flex(frame)
+        entry = self._seam.entry_of_first_frame(sys._getframe(2))
+        why = f"the recompile limit ({self._seam.limit_reason(code)})"
+        fallen = EAGER.fell(code, Fallback(code.co_name, "unfitting", why, fix, flex), is_top=entry is not None)
         findings.report(
             Finding(
                 code="recompile-limit",
@@ -181,8 +191,10 @@ class SingleFlight:
                 title=f"`{code.co_name}` runs eager from now on for inputs it is not compiled for, {where}",
                 now=this_thread(f"calls {code.co_name} ({code.co_filename}:{code.co_firstlineno})"),
                 shared=f"{shared}: {self._seam.limit_reason(code)}",
-                consequence="silent eager runs for the rest of the process; flex_attention then materialises its scores",
+                consequence="silent eager runs for the rest of the process"
+                + "; flex_attention then computes all its scores into memory" * flex,
                 fix=fix,
                 prevented=False,
             )
         )
+        EAGER.runs_eager(fallen, entry)

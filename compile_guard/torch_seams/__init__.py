@@ -19,20 +19,24 @@ from compile_guard.torch_seams import (
     configuration,
     cudagraphs,
     devices,
+    eager_calls,
     finding_logs,
+    fullgraph,
     inductor,
     lazy_backward,
     modules,
     numeric_switches,
     reset,
+    stance,
     thread_stack,
     trace_lock,
     tracers,
 )
 from compile_guard.torch_seams._seam import Seam, compile_listeners, is_compiled_call, skip_code
 from compile_guard.torch_seams.checkpoint import RandomOps
-from compile_guard.torch_seams.compiled_calls import entries, recompile_limit, recompile_limits, with_entry
+from compile_guard.torch_seams.compiled_calls import with_entry
 from compile_guard.torch_seams.configuration import capture_config, config_is_per_thread
+from compile_guard.torch_seams.eager_calls import entries, recompile_limit, recompile_limits
 from compile_guard.torch_seams.modules import allow_inlining, has_hooks, is_skipped_by_dynamo, optimized_module_class
 from compile_guard.torch_seams.own_frames import prepare
 
@@ -61,6 +65,7 @@ SEAMS: tuple[Seam, ...] = (
     *trace_lock.SEAMS,  # first: the others are put in while it is held
     *tracers.SEAMS,
     *lazy_backward.SEAMS,
+    *eager_calls.SEAMS,  # before the next, which takes what then is Dynamo's callback for it
     *compiled_calls.SEAMS,
     *modules.SEAMS,
     *reset.SEAMS,
@@ -69,8 +74,10 @@ SEAMS: tuple[Seam, ...] = (
     *config_patches.SEAMS,
     *cudagraphs.SEAMS,
     *devices.SEAMS,
+    *fullgraph.SEAMS,
     *inductor.SEAMS,
     *numeric_switches.SEAMS,
+    *stance.SEAMS,
     *thread_stack.SEAMS,
     *finding_logs.SEAMS,
 )

@@ -8,31 +8,20 @@ from contextlib import AbstractContextManager, ExitStack
 from types import CodeType, FrameType
 from typing import Any
 
-from compile_guard.by_identity import ByIdentity
 from compile_guard.entry import RETRYING_CODES, counted_entry
 from compile_guard.patching import Patches
 from compile_guard.single_flight import DynamoFrame, SingleFlight
 from compile_guard.torch_seams._seam import Seam, is_compiled_call, notify_compile, skip_code
 from compile_guard.torch_seams.configuration import config_is_global, settings_of_backward
 from compile_guard.torch_seams.devices import explain_devices
-
-recompile_limits: ByIdentity[int] = ByIdentity()
-"""Limits of single code objects (`compile(recompile_limit=)`); the others have torch's."""
-
-
-def recompile_limit() -> int:
-    """torch's limit of compiled versions for each code object, in the calling thread."""
-    from torch._dynamo import config
-
-    limit: int = config.recompile_limit
-    return limit
-
-
-def entries(code: CodeType) -> int:
-    """Number of compiled versions in the cache of a code object."""
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    return len(_debug_get_cache_entry_list(code))
+from compile_guard.torch_seams.eager_calls import (
+    Frames,
+    as_part_of_dynamo,
+    calls_flex,
+    entry_of_call,
+    limit_reason,
+    recompile_limits,
+)
 
 
 class _Dynamic(threading.local):
@@ -52,14 +41,11 @@ class _CompileSeam:
         from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
         from torch._dynamo import convert_frame
         from torch._dynamo.types import FrameAction
-        from torch.nn import Module
 
         self._entries = _debug_get_cache_entry_list
         self._run_only = FrameAction.RUN_ONLY
-        self._dynamo_file = convert_frame.__file__
         self._callback = convert_frame.CatchErrorsWrapper.__call__.__code__
-        self._call_impl = Module._call_impl.__code__
-        self._module_call = Module._wrapped_call_impl.__code__
+        self._frames = Frames()
 
     def passing_entry(self, frame: DynamoFrame) -> CodeType | None:
         for entry in self._entries(frame.f_code):
@@ -82,7 +68,10 @@ class _CompileSeam:
         return strategy is not None and strategy.cur_action == self._run_only
 
     def limit_reason(self, code: CodeType) -> str:
-        return f"{len(self._entries(code))} entries, recompile_limit {recompile_limits.get(code, recompile_limit())}"
+        return limit_reason(code)
+
+    def calls_flex(self, frame: DynamoFrame) -> bool:
+        return calls_flex(frame.f_code, frame.f_globals, frame.f_locals)
 
     def settings(self, code: CodeType) -> AbstractContextManager[Any]:
         from torch._dynamo import config
@@ -107,26 +96,7 @@ class _CompileSeam:
         return False
 
     def entry_of_first_frame(self, frame: FrameType | None) -> FrameType | None:
-        while frame is not None and frame.f_code.co_filename == self._dynamo_file:
-            frame = frame.f_back
-        # `OptimizedModule` goes through the module's own call, which does nothing before `forward` but run pre-hooks.
-        if frame is not None and frame.f_code is self._call_impl:
-            module = frame.f_locals.get("self")
-            if _has_pre_hooks(module):
-                return None
-            frame = frame.f_back
-            if frame is None or frame.f_code is not self._module_call:
-                return None
-            frame = frame.f_back
-        if frame is None or not is_compiled_call(frame.f_code) or frame.f_back is None:
-            return None
-        return frame.f_back if frame.f_back.f_code in RETRYING_CODES else None
-
-
-def _has_pre_hooks(module: Any) -> bool:
-    from torch.nn.modules import module as nn_module
-
-    return bool(getattr(module, "_forward_pre_hooks", True) or nn_module._global_forward_pre_hooks)
+        return entry_of_call(self._frames.call_of_first_frame(frame))
 
 
 def _single_flight(patches: Patches) -> None:
@@ -134,7 +104,9 @@ def _single_flight(patches: Patches) -> None:
 
     flight = SingleFlight(_CompileSeam(), notify_compile)
     for cls in (convert_frame.ConvertFrame, convert_frame.ConvertFrameAssert):
-        patches.set_attribute(cls, "__call__", flight.wrap(cls.__call__))
+        convert = flight.wrap(cls.__call__)
+        as_part_of_dynamo(convert)
+        patches.set_attribute(cls, "__call__", convert)
 
 
 def _compiled_entry(patches: Patches) -> None:

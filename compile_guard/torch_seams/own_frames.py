@@ -26,6 +26,7 @@ _CALLING_ON = frozenset(
         "_recompute",
         "_run",
         "call",
+        "callback",
         "checkpoint",
         "convert",
         "dispatch",
@@ -39,6 +40,7 @@ _CALLING_ON = frozenset(
         "reset",
         "suspended",
         "trace",
+        "trace_noted",
     ]
 )
 """Functions of ours that run the program's own code, which Dynamo shall see, or that set what Dynamo calls back."""
@@ -47,6 +49,7 @@ _CALLING_ON = frozenset(
 _INSIDE_CALLS = frozenset(
     [
         "activation_checkpoint",
+        "eager_calls",
         "ecosystem_seams",
         "entry",
         "events",

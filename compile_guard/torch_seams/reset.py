@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
+from compile_guard.eager_calls import EAGER
 from compile_guard.entry import RETRYING_CODES, gate
 from compile_guard.events import span
 from compile_guard.patching import Patches
@@ -46,6 +47,7 @@ def _reset_gate(patches: Patches) -> None:
                 logged = nullcontext() if gate.is_closed_by_me() else span("reset")
                 with logged, gate.shut(is_compiled_call), TRACE_LOCK.hold("torch._dynamo.reset"):
                     original[0]()
+                    EAGER.clear()
             finally:
                 with counting:
                     num_resets -= 1

@@ -717,8 +717,10 @@ def test_plain_function_that_runs_into_torchs_limit_is_a_finding(guard: Any) -> 
     compiled = torch.compile(double, backend="eager", dynamic=False)
     for size in range(2, 12):
         compiled(torch.ones(size))
-    (found,) = guard.findings()
+    found, each_call = guard.findings()
     assert (found.code, found.subject) == ("recompile-limit", "double")
+    assert (each_call.code, each_call.subject, each_call.count) == ("eager-call", "double", 2)
+    assert "flex_attention" not in found.consequence + each_call.consequence
     assert "on every device" in found.title
     assert "compile_guard.compile() instead of torch.compile()" in found.fix
 

@@ -187,7 +187,7 @@ def test_html_shows_findings_waits_and_compiles(run: Run) -> None:
         assert finding.code in text
     for thread in ("trainer-0", "trainer-1", "trainer-2", "exporter"):
         assert text.count(thread) >= 2
-    assert "1 happened." in text
+    assert "2 happened." in text
     assert "<svg" in text
 
 

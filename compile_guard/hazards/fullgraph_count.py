@@ -1,0 +1,149 @@
+"""B6: a `fullgraph=True` call is said to have no compiled frames, because others began and ended (2.13, 2.14)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from compile_guard.hazards._hazard import Affected, Hazard
+from compile_guard.hazards._threads import run_threads, wait
+
+
+def affected() -> Affected:
+    from compile_guard.torch_seams.fullgraph import frames_are_counted
+
+    if frames_are_counted():
+        return Affected(True, "compiled frames of a call are counted in one integer: `set_fullgraph_compiled_frame_count`")
+    return Affected(False, "there is no `set_fullgraph_compiled_frame_count`: frames of a fullgraph call are not counted")
+
+
+def fullgraph(during: Any) -> Any:
+    """A function compiled with `fullgraph=True`; `during` runs inside each of its compiled calls."""
+    import torch
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def compiled(*args: Any) -> Any:
+            during()
+            return graph.forward(*args)
+
+        return compiled
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    return torch.compile(step, backend=backend, fullgraph=True)
+
+
+def pause_before_call(name: str, number: int, pause: Any) -> None:
+    """Have the calling thread run `pause` once, before its `number`-th call of the C function `name`."""
+    num_calls = 0
+
+    def profile(frame: Any, event: str, function: Any) -> None:
+        nonlocal num_calls
+        if event == "c_call" and getattr(function, "__name__", "") == name:
+            num_calls += 1
+            if num_calls == number:
+                sys.setprofile(None)
+                pause()
+
+    sys.setprofile(profile)
+
+
+def trigger() -> str | None:
+    """`first` has ended its count and will end it once more; `second` counts; `third` begins to count; `second` ends."""
+    import torch
+
+    between, inside, ended, begun, over = (threading.Event() for _ in range(5))
+    overlap = False
+
+    def hold() -> None:
+        if overlap:
+            inside.set()
+            wait(begun)
+
+    leaving, warm = fullgraph(lambda: None), fullgraph(hold)
+    for step in (leaving, warm):
+        step(torch.ones(4))
+    overlap = True
+
+    def other_backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        begun.set()
+        wait(over)  # it compiles for as long as the other call takes to end
+        return graph.forward
+
+    cold = torch.compile(lambda x: x.cos() * 2, backend=other_backend, fullgraph=True)
+
+    def first() -> None:
+        def pause() -> None:
+            between.set()
+            wait(inside)
+
+        # A call sets the count to 0 as it begins, and twice to -1 as it ends.
+        pause_before_call("set_fullgraph_compiled_frame_count", 3, pause)
+        leaving(torch.ones(4))
+        sys.setprofile(None)
+        between.set()
+        ended.set()
+
+    def second() -> str | None:
+        wait(between)
+        try:
+            warm(torch.ones(4))
+        except RuntimeError as error:
+            if "no compiled frames" not in str(error):
+                raise
+            return f"a warm call that ran compiled raised RuntimeError: {str(error).splitlines()[0]}"
+        finally:
+            over.set()
+        return None
+
+    def third() -> None:
+        for event in (inside, ended):
+            wait(event)
+        cold(torch.ones(4))
+
+    said: str | None = run_threads(first=first, second=second, third=third)["second"]
+    return said
+
+
+def mirror() -> None:
+    import torch
+
+    steps = [fullgraph(lambda: None) for _ in range(2)]
+    over = threading.Event()
+
+    def first() -> None:
+        for _ in range(2):
+            steps[0](torch.ones(4))
+        over.set()
+
+    def second() -> None:
+        wait(over)
+        steps[1](torch.ones(5))
+
+    run_threads(first=first, second=second)
+
+
+HAZARD = Hazard(
+    id="B6",
+    name="fullgraph_count",
+    title="A compiled call is said to have no compiled frames",
+    symptom=(
+        "`RuntimeError: torch.compile with fullgraph=True found no compiled frames. Compilation was not attempted and no cached "
+        "compiled code was found.`, now and then, of a function that runs compiled. Eager flex_attention can raise it as well."
+    ),
+    mechanism=(
+        "Since 2.13 a `fullgraph=True` call sets a count of compiled frames from -1 to 0, and raises where it is still 0 at "
+        "the end. The count is one C integer for the process, and a call ends it twice: the second time may end that of a call "
+        "of another thread, which then reads that of a third. Calls that overlap also count each other's frames, so that real "
+        "faults pass. flex_attention called eager compiles itself with `fullgraph=True`, and takes part."
+    ),
+    links=(),
+    affected=affected,
+    trigger=trigger,
+    mirror=mirror,
+    seams=("fullgraph_count",),
+    finding="fullgraph-count",
+    fix="Install the guard, under which one thread at a time is counted; or leave `fullgraph=True` out of tested code.",
+)
