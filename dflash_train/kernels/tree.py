@@ -45,7 +45,8 @@ def grow_tree(roots: Tensor, best_log: Tensor, best_tokens: Tensor, num_nodes: i
     search: Any = _search
     describe: Any = _describe
     block = 4
-    with torch.cuda.device_of(best_log):  # Triton launches on the current device
+    # Triton launches on the current device. (Without a GPU, in Triton's interpreter, there is none to choose.)
+    with torch.cuda.device_of(best_log):  # type: ignore[no-untyped-call]
         search[(rows,)](
             best_log.contiguous(), parents, depths, ranks, log_probs, NODES=num_nodes, DEPTH=max_depth, WIDTH=width,
             SLOTS=triton.next_power_of_2(num_nodes), num_warps=1 if num_nodes <= 1024 else 4,
