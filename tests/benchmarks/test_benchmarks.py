@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,20 @@ def test_the_road_and_the_losses_run_without_a_gpu(tmp_path: Path) -> None:
     assert {row["mode"] for row in result["speed/0.7"]} == {"ar", "chain", "ddtree", "lookup", "generate"}
     assert (tmp_path / "work" / "export" / "config.json").is_file()
     assert {run["loss"] for run in json.loads((tmp_path / "losses.json").read_text("utf-8"))["runs"]} == {"ce", "kl"}
+
+
+def test_the_script_for_several_gpus_runs_with_logical_devices(tmp_path: Path) -> None:
+    """Its stage of two processes, which says whether they train as one."""
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [ROOT / "benchmarks" / "multigpu.sh", tmp_path, "--logical-devices=2", "--stages=hosts,copies", "--steps=3"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result = json.loads((tmp_path / "multigpu.json").read_text("utf-8"))["multigpu"]
+    assert len(result["hosts"]["losses"]["two"]) == 3
+    assert result["hosts"]["largest_relative_difference"] < 1e-5
