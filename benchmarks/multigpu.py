@@ -7,7 +7,7 @@
 * `hazards`: each entry of the catalogue without the guard, N times: how often it occurs here.
 * `drafters`: `repro/threaded_drafters.py` with a thread for each device, with the guard N times and without N/2 times, both
   checkpoint modes, one wrapper for all threads and one for each.
-* `scaling`: tokens a second of the trainer at (targets, drafters) = (1, 1), (2, 2), (5, 3), as far as the devices go, with waits
+* `scaling`: tokens a second of the trainer at (targets, drafters) = (1, 1), (2, 2), (5, 3), as far as devices go, with waits
   and the time of meetings; a random pair, or what `--config` and `--set` name.
 * `hosts`: two processes by torchrun, each with half of the devices, against one process with all: the losses are the same.
 * `copies`: bytes a second of a batch's hidden states between two devices as the pipeline copies them, against one large copy.
