@@ -130,8 +130,8 @@ HAZARD = Hazard(
     name="fullgraph_count",
     title="A compiled call is said to have no compiled frames",
     symptom=(
-        "`RuntimeError: torch.compile with fullgraph=True found no compiled frames. Compilation was not attempted and "
-        "no cached compiled code was found.`, now and then, of a function that runs compiled. Eager flex_attention can raise it as well."
+        "`RuntimeError: torch.compile with fullgraph=True found no compiled frames. Compilation was not attempted and no "
+        "cached compiled code was found.`, now and then, of a function that runs compiled; flex_attention called eager, too."
     ),
     mechanism=(
         "Since 2.13 a `fullgraph=True` call sets a count of compiled frames to 0, and raises where it is still 0 at "

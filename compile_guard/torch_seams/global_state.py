@@ -122,7 +122,7 @@ def _report_autocast(code: CodeType, other: _State, lost: str) -> None:
             subject=code.co_name,
             title=f"`{code.co_name}` is compiled again, because this thread computes without autocast",
             now=this_thread(f"calls {code.co_name}"),
-            shared=f"autocast for {lost}, which belongs to each thread: off here, on in thread {other.thread}, which has compiled it",
+            shared=f"autocast for {lost}, which belongs to each thread: off here, on in {other.thread}, which has compiled it",
             consequence="a compile more, and other dtypes in this thread; in a checkpoint's recompute `CheckpointError`",
             fix="enter torch.autocast inside the thread, or start it with compile_guard.Worker",
             prevented=False,
