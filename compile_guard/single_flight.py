@@ -42,6 +42,12 @@ class CompileSeam(Protocol):
     def backend(self, converter: Any) -> object:
         """The backend behind Dynamo's converter, by which the cache tells wrappers apart."""
 
+    def passing_entry_in_step(self, frame: DynamoFrame) -> tuple[CodeType, str] | None:
+        """The same, once what belongs to the thread and fell behind the process has caught up; and what that was."""
+
+    def note_state(self, frame: DynamoFrame) -> None:
+        """A compile is about to begin: reports if it is for a state that this thread has lost, and notes that state."""
+
     def compiled_code(self, result: Any) -> CodeType | None:
         """The code that a compile has made; None when it made none."""
 
@@ -98,6 +104,7 @@ class SingleFlight:
                 return original(converter, frame, *args, **kwargs)
             backend = self._seam.backend(converter)
             self._look_again(frame, backend)
+            self._seam.note_state(frame)
             TRACE_LOCK.describe(f"torch.compile of {frame.f_code.co_name}")
             where = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"
             self._on_compile(f"{frame.f_code.co_name} ({where})")
@@ -127,14 +134,23 @@ class SingleFlight:
         passing = self._seam.passing_entry(frame)
         if passing is None and self._waited_for_the_entry(frame.f_code):
             passing = self._seam.passing_entry(frame)
+        caught_up = None
         if passing is None:
-            return
+            in_step = self._seam.passing_entry_in_step(frame)
+            if in_step is None:
+                return
+            passing, caught_up = in_step
         made_by = self._backend_of.get(passing)
         if made_by is None or not (made_by is backend or made_by == backend):
             return
         # Frames further in have begun: their callers' side effects would happen twice.
         entry = self._seam.entry_of_first_frame(sys._getframe(2))
         retry = entry is not None and may_retry(entry)
+        if caught_up is not None:
+            self._report_state(frame.f_code, caught_up, retry)
+            if retry:
+                raise RetryCompiledCall
+            return
         findings.report(
             Finding(
                 code="duplicate-compile",
@@ -151,6 +167,21 @@ class SingleFlight:
         )
         if retry:
             raise RetryCompiledCall
+
+    def _report_state(self, code: CodeType, state: str, prevented: bool) -> None:
+        findings.report(
+            Finding(
+                code="global-state",
+                subject=code.co_name,
+                title=f"`{code.co_name}` was about to be compiled again, for another intra-op thread count in this thread",
+                now=this_thread(f"calls {code.co_name}"),
+                shared=f"{state}; every compiled function guards it, and each thread keeps the one it began with",
+                consequence="one more compile for each thread, eager runs at the recompile limit; in a checkpoint's recompute "
+                "`CheckpointError`, since other code saves other tensors",
+                fix="keep compile_guard.install(), or call torch.set_num_threads() once, before any thread computes",
+                prevented=prevented,
+            )
+        )
 
     def _waited_for_the_entry(self, code: CodeType) -> bool:
         """torch puts what was compiled into the cache when its callback is over, a moment after the lock was given back."""

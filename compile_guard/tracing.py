@@ -34,6 +34,8 @@ _num_live = 0
 """Live FX traces of all threads. Written under the trace lock only; read without."""
 
 LIVE = "__compile_guard_live"
+when_idle: list[Callable[[], None]] = []
+"""Called as the trace lock falls idle, by the thread that gives it back."""
 mirrors_of_live: list[dict[str, Any]] = []
 """Namespaces in which `LIVE` says whether any trace is alive: read on the warm path of every compiled call."""
 

@@ -131,11 +131,10 @@ HAZARD = Hazard(
     title="A compiled call is said to have no compiled frames",
     symptom=(
         "`RuntimeError: torch.compile with fullgraph=True found no compiled frames. Compilation was not attempted and no "
-        "cached compiled code was found.`, now and then, of a function that runs compiled. Eager "
-        "flex_attention can raise it as well."
+        "cached compiled code was found.`, now and then, of a function that runs compiled; flex_attention called eager, too."
     ),
     mechanism=(
-        "Since 2.13 a `fullgraph=True` call sets a count of compiled frames from -1 to 0, and raises where it is still 0 at "
+        "Since 2.13 a `fullgraph=True` call sets a count of compiled frames to 0, and raises where it is still 0 at "
         "the end. The count is one C integer for the process, and a call ends it twice: the second time may end that of a call "
         "of another thread, which then reads that of a third. Calls that overlap also count each other's frames, so that real "
         "faults pass. flex_attention called eager compiles itself with `fullgraph=True`, and takes part."

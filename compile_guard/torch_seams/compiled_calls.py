@@ -22,6 +22,7 @@ from compile_guard.torch_seams.eager_calls import (
     limit_reason,
     recompile_limits,
 )
+from compile_guard.torch_seams.global_state import note_state, passing_entry_in_step
 
 
 class _Dynamic(threading.local):
@@ -53,6 +54,12 @@ class _CompileSeam:
                 code: CodeType = entry.code
                 return code
         return None
+
+    def passing_entry_in_step(self, frame: DynamoFrame) -> tuple[CodeType, str] | None:
+        return passing_entry_in_step(frame, self.passing_entry)
+
+    def note_state(self, frame: DynamoFrame) -> None:
+        note_state(frame, self.passing_entry)
 
     def backend(self, converter: Any) -> object:
         while hasattr(converter, "_torchdynamo_orig_backend"):

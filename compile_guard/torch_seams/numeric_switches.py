@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from compile_guard.findings import Finding, findings, other_thread, this_thread
+from compile_guard import tracing
+from compile_guard.findings import Actor, Finding, findings, other_thread, this_thread
 from compile_guard.patching import Patches
 from compile_guard.torch_seams._seam import Seam, skip_code
 from compile_guard.tracing import TRACE_LOCK
@@ -36,6 +37,9 @@ class _Writers:
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
+        self._meanwhile: dict[str, tuple[Callable[[], Any], Any, Callable[[], None], Actor]] = {}
+        """Switches that were set while another thread compiles, which puts back what it found: how each is read, what it was
+        set to, how, and by whom."""
 
     def setting(self, switch: str, read: Callable[[], Any], write: Callable[[], None]) -> None:
         """Write a switch, and report if that changes what another living thread has set."""
@@ -43,10 +47,38 @@ class _Writers:
         write()
         if TRACE_LOCK.owned() or read() == before:
             return
+        if TRACE_LOCK.owner is not None:
+            self._meanwhile[switch] = (read, read(), write, this_thread(f"sets {switch} while another thread compiles"))
         me = threading.get_ident()
         last, self._last[switch] = self._last.get(switch, me), me
         if last != me and any(thread.ident == last for thread in threading.enumerate()):
             _report(switch, last, f"sets {switch}", "has set it before")
+
+
+    def set_again(self) -> None:
+        """A compile is over: what another thread has set meanwhile holds, not what the compile put back."""
+        while self._meanwhile:
+            switch, (read, value, write, writer) = self._meanwhile.popitem()
+            if read() == value:
+                continue
+            write()
+            report_rewind(switch, writer, f"the {switch} of another thread is undone, in the middle of its run")
+
+
+def report_rewind(what: str, now: Actor, consequence: str) -> None:
+    """A compile would have put back what another thread had changed meanwhile."""
+    findings.report(
+        Finding(
+            code="state-rewind",
+            subject=what,
+            title=f"{what}: a compile would have put back what another thread has changed meanwhile",
+            now=now,
+            shared=f"{what}, of which the process has one; a compile saves it and puts it back",
+            consequence=consequence,
+            fix="keep compile_guard.install(); compile before the threads start; draw from a torch.Generator of one's own",
+            prevented=True,
+        )
+    )
 
 
 def _numeric_switches(patches: Patches) -> None:
@@ -54,6 +86,8 @@ def _numeric_switches(patches: Patches) -> None:
     from torch import backends
 
     writers = _Writers()
+    tracing.when_idle.append(writers.set_again)
+    patches.on_undo("switches set during a compile", lambda: tracing.when_idle.remove(writers.set_again))
 
     def watched(function: Any, read: Callable[[], Any]) -> None:
         original: list[Callable[..., None]] = []
@@ -68,7 +102,8 @@ def _numeric_switches(patches: Patches) -> None:
 
     watched(torch.set_default_dtype, torch.get_default_dtype)
     watched(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision)
-    watched(torch.use_deterministic_algorithms, torch.get_deterministic_debug_mode)
+    for function in (torch.use_deterministic_algorithms, torch.set_deterministic_debug_mode):
+        watched(function, torch.get_deterministic_debug_mode)
 
     set_property: Any = backends.ContextProp.__set__
     set_cublas: Any = backends.cuda.cuBLASModule.__setattr__

@@ -60,6 +60,8 @@ def heal() -> None:
 
     if tracing.num_live_traces():
         return
+    for mend in tracing.when_idle:
+        mend()
     healed = []
     if getattr(fx, "_is_fx_tracing_flag", False):
         fx._is_fx_tracing_flag = False
