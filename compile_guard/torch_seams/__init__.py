@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from compile_guard.torch_seams import (
+    autocast,
     checkpoint,
     compiled_calls,
     config_patches,
@@ -30,6 +31,7 @@ from compile_guard.torch_seams import (
     tracers,
 )
 from compile_guard.torch_seams._seam import Seam, compile_listeners, is_compiled_call, skip_code
+from compile_guard.torch_seams.autocast import capture_autocast
 from compile_guard.torch_seams.checkpoint import RandomOps
 from compile_guard.torch_seams.compiled_calls import entries, recompile_limit, recompile_limits, with_entry
 from compile_guard.torch_seams.configuration import capture_config, config_is_per_thread
@@ -41,6 +43,7 @@ __all__ = [
     "RandomOps",
     "Seam",
     "allow_inlining",
+    "capture_autocast",
     "capture_config",
     "compile_listeners",
     "config_is_per_thread",
@@ -69,6 +72,7 @@ SEAMS: tuple[Seam, ...] = (
     *config_patches.SEAMS,
     *cudagraphs.SEAMS,
     *devices.SEAMS,
+    *autocast.SEAMS,
     *inductor.SEAMS,
     *numeric_switches.SEAMS,
     *thread_stack.SEAMS,
