@@ -32,19 +32,14 @@ def initializer(device: torch.device | str | int | None = None, *, seed: int | N
     grad = torch.is_grad_enabled()
     target = torch.device(device) if device is not None else None
     kinds = {"cpu"} | ({target.type} if target is not None else set())
-    autocast = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in kinds
-        if torch.amp.is_autocast_available(kind)
-    ]
+    autocast = torch_seams.capture_autocast(kinds)
 
     def set_up() -> None:
         config()
         torch.set_num_threads(num_threads)
         torch.set_grad_enabled(grad)
-        for kind, enabled, dtype in autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
+        if autocast is not None:
+            autocast()
         if target is not None and target.type != "cpu":
             module = torch.get_device_module(target)
             module.set_device(target)

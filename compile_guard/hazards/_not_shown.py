@@ -17,6 +17,16 @@ class NotShown:
 
 NOT_SHOWN: tuple[NotShown, ...] = (
     NotShown(
+        "D4",
+        "The cache of autocast's casts is one for all threads",
+        "Entry D4 shows the thread without autocast. While one thread is inside an autocast block, another that shares its "
+        "weights gets the casts that the first has made: after `optimizer.step()` those of the old weights (seen on 2.9.1, "
+        "2.13.0, 2.14.1), and on 2.9.1, where the first made them under `no_grad`, a cast without gradient. Nothing tells two "
+        "threads with a model each, which are right, from two that share one, and to turn the cache off behind the program's "
+        "back would compile every function again. Where threads share trained weights, use "
+        "`torch.autocast(..., cache_enabled=False)`.",
+    ),
+    NotShown(
         "E2",
         "Inductor's own autotuner (`CachingAutotuner`) at a first launch in two threads",
         "Entry E2 shows Triton's. Inductor's chooses among the launchers that it found when it began and puts a list of one in "

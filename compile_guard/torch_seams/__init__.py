@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from compile_guard.torch_seams import (
+    autocast,
     checkpoint,
     compiled_calls,
     config_patches,
@@ -35,6 +36,7 @@ from compile_guard.torch_seams import (
     tracers,
 )
 from compile_guard.torch_seams._seam import Seam, compile_listeners, is_compiled_call, skip_code
+from compile_guard.torch_seams.autocast import capture_autocast
 from compile_guard.torch_seams.checkpoint import RandomOps
 from compile_guard.torch_seams.compiled_calls import with_entry
 from compile_guard.torch_seams.configuration import capture_config, config_is_per_thread
@@ -47,6 +49,7 @@ __all__ = [
     "RandomOps",
     "Seam",
     "allow_inlining",
+    "capture_autocast",
     "capture_config",
     "compile_listeners",
     "config_is_per_thread",
@@ -76,6 +79,7 @@ SEAMS: tuple[Seam, ...] = (
     *config_patches.SEAMS,
     *cudagraphs.SEAMS,
     *devices.SEAMS,
+    *autocast.SEAMS,
     *fullgraph.SEAMS,
     *global_state.SEAMS,
     *inductor.SEAMS,

@@ -7,6 +7,7 @@ import contextvars
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -128,6 +129,32 @@ def test_a_thread_has_the_default_device_of_its_starter_and_no_more(guard: Any) 
 def test_where_nothing_is_set_a_thread_is_given_nothing(guard: Any) -> None:
     assert capture_device() is None
     assert run_in_threads(lambda: torch.ones(1).device.type) == ["cpu"]
+    assert guard.findings() == []
+
+
+def test_a_thread_has_the_autocast_of_its_starter_and_sees_weights_as_they_are(guard: Any) -> None:
+    """torch's cache of casts is dropped where an outermost block ends: inherited autocast has no such end."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    seen: list[float] = []
+
+    def train() -> torch.dtype:
+        for value in (1.0, 2.0):
+            with torch.no_grad():
+                weight.fill_(value)
+            product = torch.ones(2, 2) @ weight
+            seen.append(product[0, 0].item())
+        return product.dtype
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run_in_threads(train) == [torch.bfloat16]
+    assert seen == [2.0, 4.0]
+    assert run_in_threads(train) == [torch.float32]
+    assert [each.code for each in guard.findings()] == ["thread-autocast"]
+
+
+def test_a_thread_of_a_pool_does_not_keep_the_block_it_was_started_in(guard: Any) -> None:
+    with ThreadPoolExecutor(1) as pool, torch.autocast("cpu", torch.bfloat16):
+        assert pool.submit(torch.is_autocast_enabled, "cpu").result(PATIENCE_S) is False
     assert guard.findings() == []
 
 
