@@ -16,7 +16,7 @@ from dflash_train.config import ConfigError, RunConfig
 from dflash_train.data import read_manifest
 from dflash_train.drafter_files import weight_shapes
 from dflash_train.packing import PackedRows
-from dflash_train.pipeline import Batch, hand_over, parse_devices, receive, target_groups, with_states
+from dflash_train.pipeline import Batch, group_name, hand_over, parse_devices, receive, target_groups, with_states
 from dflash_train.replica import Replica
 from dflash_train.targets import load_target
 
@@ -89,8 +89,7 @@ def diagnose(config: RunConfig, report: Callable[[str], None], *, seconds: float
         ConfigError, DataError, TargetError: what would stop the run.
     """
     groups, drafters = target_groups(config), parse_devices(config.train.drafter_devices, "drafter")
-    targets = ", ".join("+".join(map(str, group)) for group in groups)
-    report(f"targets on {targets}; drafters on {', '.join(map(str, drafters))}")
+    report(f"targets on {', '.join(map(group_name, groups))}; drafters on {', '.join(map(str, drafters))}")
     if config.data.path:
         manifest = read_manifest(Path(config.data.path))
         if manifest.vocab_size > config.drafter.vocab_size:

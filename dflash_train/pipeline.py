@@ -543,6 +543,11 @@ def target_groups(config: RunConfig) -> list[tuple[torch.device, ...]]:
     return [tuple(devices[i : i + each]) for i in range(0, len(devices), each)]
 
 
+def group_name(group: tuple[torch.device, ...]) -> str:
+    """The devices of a target thread, as they are shown."""
+    return "+".join(map(str, group))
+
+
 __all__ = [
     "Batch",
     "Channel",
@@ -554,6 +559,7 @@ __all__ = [
     "Stopped",
     "Topology",
     "dump_stacks",
+    "group_name",
     "hand_over",
     "parse_devices",
     "receive",

@@ -8,16 +8,11 @@ gradients, so whatever happens during forward and backward leaves a state that c
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,46 +20,33 @@ from torch import Tensor
 
 import compile_guard
 from dflash_train.averaging import Hosts, combine
-from dflash_train.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    Progress,
-    Snapshot,
-    changes,
-    checkpoints,
-    mean_of,
-    read_checkpoint,
-    write,
-)
-from dflash_train.config import ConfigError, RunConfig
+from dflash_train.checkpoint import CheckpointWriter, Progress, Snapshot, checkpoints, mean_of, write
+from dflash_train.config import RunConfig
 from dflash_train.config_files import dump_config
-from dflash_train.data import MANIFEST, Documents
 from dflash_train.held_out import HeldOut
-from dflash_train.hidden_cache import CachedTarget
 from dflash_train.live import Lane, LiveView
 from dflash_train.losses import LossSums, add_sums
 from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib
-from dflash_train.packing import PackedDocuments
 from dflash_train.pipeline import (
     Clock,
     Crew,
     Meeting,
     Pipeline,
-    Source,
     Stopped,
     Topology,
     dump_stacks,
+    group_name,
     hand_over,
     parse_devices,
     receive,
     target_groups,
     with_states,
 )
-from dflash_train.replica import Replica, learning_rate
+from dflash_train.replica import learning_rate
+from dflash_train.run_setup import alike_always, choose_checkpoint, load_parts
+from dflash_train.stop_signals import StopSignals
 from dflash_train.summary import summarise
-from dflash_train.targets import LoadTarget, Target, load_target
-from dflash_train.tiny_data import make_tiny_data
-from dflash_train.vocabulary import Vocabulary
+from dflash_train.targets import LoadTarget, load_target
 
 Report = Callable[[str], None]
 
@@ -127,30 +109,6 @@ def _say_nothing(message: str) -> None:
     pass
 
 
-class StopSignals:
-    """SIGTERM and SIGINT: the first asks the run to save and end, a second one leaves at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        """Number of the signal, 0 for none."""
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            os._exit(128 + number)
-        self.received = number
-
-
 class _Run:
     """One call of `train`."""
 
@@ -193,10 +151,14 @@ class _Run:
 
     def execute(self, resume: bool, log: Sequence[str], live: bool) -> Outcome:
         """The whole run."""
-        checkpoint = self._choose_checkpoint(resume)
+        checkpoint = choose_checkpoint(self.config, self.run, resume, self.report)
         self.hosts.agree("number of drafter devices", self.topology.drafters_here)
         self.hosts.agree("checkpoint to resume from", checkpoint.progress.step if checkpoint else 0)
-        self._load(checkpoint)
+        parts = load_parts(self.config, self.run, self.hosts, self.topology, checkpoint, self.load)
+        self.targets, self.replicas, self.source = parts.targets, parts.replicas, parts.source
+        self.progress, self.last_saved = parts.progress, parts.progress.step
+        self._held_out = parts.held_out
+        self.report(parts.describe(self.config, self.hosts.size))
         if self.hosts.rank == 0:
             (self.run / "config.toml").write_text(dump_config(self.config), "utf-8")
             self.loggers.append(JsonLines(self.run / METRICS, self.progress.step))
@@ -227,107 +189,12 @@ class _Run:
             findings=tuple(self.findings),
         )
 
-    def _choose_checkpoint(self, resume: bool) -> Checkpoint | None:
-        try:
-            self.run.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{self.run} cannot be made: {error.strerror}; give another folder as -o DIR") from error
-        kept = checkpoints(self.run)
-        if kept and not resume:
-            raise ConfigError(f"{self.run} has {kept[-1].name} already; pass --resume to go on, or another -o DIR")
-        if not kept:
-            if resume:
-                self.report(f"{self.run} has no complete checkpoint yet: starting at step 0")
-            return None
-        checkpoint = read_checkpoint(kept[-1])
-        self.report(f"resuming from {checkpoint.path}")
-        for change in changes(checkpoint.config, self.config):
-            self.report(f"  changed: {change}")
-        return checkpoint
-
-    def _load(self, checkpoint: Checkpoint | None) -> None:
-        config = self.config
-        loaded: dict[tuple[torch.device, ...], Target | CachedTarget] = {}
-        documents = Documents(Path(config.data.path)) if config.data.path else None
-        for group in dict.fromkeys(self.target_groups):
-            loaded[group] = self._load_target(documents, group)
-            loaded[group].check(config.drafter)
-        self.targets = [loaded[group] for group in self.target_groups]
-        data = self._pack(documents or self._make_data(self.targets[0]))
-        dtype = getattr(torch, config.train.dtype)
-        vocabularies: dict[torch.device, Vocabulary] = {}
-        for device in self.drafter_devices:
-            if device not in vocabularies:
-                nearest = loaded.get((device,), self.targets[0])
-                vocabularies[device] = nearest.vocabulary(config.drafter.embedding_scale).to(device, dtype)
-        self.replicas = [Replica(config, device, vocabularies[device]) for device in self.drafter_devices]
-        if checkpoint is not None:
-            if checkpoint.progress.data != self.progress.data:
-                raise ConfigError(
-                    f"cannot resume: {checkpoint.path} was trained on {checkpoint.progress.data}, and data.path now has "
-                    f"{self.progress.data}; give it the same data"
-                )
-            self.progress = checkpoint.progress
-            self.last_saved = self.progress.step
-            first = self.topology.rank * self.topology.drafters_here
-            for i, replica in enumerate(self.replicas):
-                state = checkpoint.replica(first + i, self.topology.drafters, alike=self._must_be_alike)
-                replica.load_weights(_part(state, "weight."))
-                replica.load_moments(_part(state, "moment."))
-                if i == 0 and "rng.cpu" in state:
-                    torch.set_rng_state(state["rng.cpu"].to(torch.uint8))
-        if config.eval.every and self.hosts.rank == 0:
-            target = self.targets[0]
-            if isinstance(target, CachedTarget):
-                raise ConfigError(
-                    f"eval.every = {config.eval.every} decodes with the target, and data.hidden = {config.data.hidden!r} "
-                    "trains without one; set eval.every = 0 and run `dflash-train eval` afterwards, or leave data.hidden empty"
-                )
-            self._held_out = HeldOut(config, target)
-        self.source = Source(data, config, self.topology, self.progress.step, self.progress.place)
-        dtypes = f"{config.train.dtype} on {', '.join(map(str, self.drafter_devices))}"
-        self.report(
-            f"{len(self.targets)} target threads on {', '.join(map(_names, self.target_groups))}; "
-            f"{len(self.replicas)} drafters in {dtypes}; {self.hosts.size} hosts; {self.source.rows_per_step} rows of "
-            f"{config.data.row_length} tokens a step; {self.progress.data}"
-        )
-
-    def _load_target(self, documents: Documents | None, group: tuple[torch.device, ...]) -> Target | CachedTarget:
-        if not self.config.data.hidden:
-            return self.load(self.config.target, self.config.drafter.taps, *group)
-        assert documents is not None  # the config sees to it
-        return CachedTarget(Path(self.config.data.hidden), self.config, documents, group[0])
-
-    def _make_data(self, target: Target | CachedTarget) -> Documents:
-        if self.config.target.path != "tiny" or not isinstance(target, Target):
-            raise ConfigError("data.path is empty; name a folder that `dflash-train prepare` wrote")
-        folder = self.run / "data"
-        if self.hosts.rank == 0 and not (folder / MANIFEST).is_file():
-            make_tiny_data(target, folder, seed=self.config.target.seed)
-        self.hosts.wait()
-        return Documents(folder)
-
-    def _pack(self, documents: Documents) -> PackedDocuments:
-        manifest = documents.manifest
-        if manifest.vocab_size > self.config.drafter.vocab_size:
-            raise ConfigError(
-                f"the data was made by a tokenizer of {manifest.vocab_size} ids, more than drafter.vocab_size = "
-                f"{self.config.drafter.vocab_size}; it belongs to another target"
-            )
-        data = PackedDocuments(documents, self.config.data.row_length)
-        counts = f"{manifest.documents} documents, {manifest.tokens} tokens, {len(data)} rows"
-        self.progress = replace(self.progress, data=f"{counts}, tokenizer {manifest.tokenizer[:12]}")
-        return data
-
-    @property
-    def _must_be_alike(self) -> bool:
-        return self.config.train.synchronise == "gradients" or self.topology.drafters == 1
-
     @property
     def _alike(self) -> bool:
         """Whether all drafters have the same weights and moments between the current two steps."""
         train = self.config.train
-        return self._must_be_alike or (train.average_moments and self.progress.step % train.average_every == 0)
+        averaged = train.average_moments and self.progress.step % train.average_every == 0
+        return averaged or alike_always(self.config, self.topology)
 
     def _warm_up(self) -> None:
         """Run the first batch through every target and drafter, in turn: all compiles happen here, forward and backward."""
@@ -378,7 +245,7 @@ class _Run:
     def _lanes(self) -> list[Lane]:
         counts = {f"target-{i}": (self.pipeline.target_tokens, i) for i in range(len(self.targets))}
         counts |= {f"drafter-{i}": (self._tokens, i) for i in range(len(self.replicas))}
-        devices = dict(zip(counts, map(str, [*map(_names, self.target_groups), *self.drafter_devices]), strict=True))
+        devices = dict(zip(counts, map(str, [*map(group_name, self.target_groups), *self.drafter_devices]), strict=True))
         clocks = {clock.name: clock for clock in self.crew.clocks}
         return [
             Lane(clock=clocks[name], device=devices[name], tokens=lambda tokens=tokens, i=i: tokens[i])  # type: ignore[misc]
@@ -589,14 +456,6 @@ class _Run:
 
 
 _NO_SUMS = LossSums(**dict.fromkeys(LossSums.__dataclass_fields__, torch.zeros(())))
-
-
-def _names(group: tuple[torch.device, ...]) -> str:
-    return "+".join(map(str, group))
-
-
-def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _mean_share(clocks: Sequence[Clock], role: str) -> float:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -105,7 +104,9 @@ def test_the_example_script_trains_and_goes_on(tmp_path: Path) -> None:
         assert done.stdout.endswith(f"{tmp_path}/run/step-{steps:06d}\n")
 
 
-def test_a_target_on_disk_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_on_disk_needs_data(tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["train", "gemma3-270m", "-o", str(tmp_path / "run"), "--target-devices=cpu", "--drafter-devices=cpu"]
     assert main(command) == 2
-    assert json.dumps("gemma-3-270m")[1:-1] in capsys.readouterr().err
+    assert "data/gemma3-270m has no manifest.json; make it with" in capsys.readouterr().err
+    assert main([*command, f"--set=data.path={tiny_data}"]) == 2
+    assert "gemma-3-270m is neither a folder with a config.json" in capsys.readouterr().err
