@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -71,6 +71,9 @@ class Row:
     """The same over `generate` of `transformers`."""
     same_as_ar: int | None
     """Prompts whose greedy text is that of `ar`, token by token; None if sampled or `ar` was not run."""
+    widest_gap: float | None
+    """Where texts differ from those of `ar`: the target's logits of the two tokens at the first difference, how far apart
+    they are as a share of the larger, at most. Of the size of rounding: a tie. None if no text differs."""
 
 
 class Way(NamedTuple):
@@ -200,8 +203,12 @@ def measure(
         measured[way] = [_measure(decoder, batch, way, config, pad_id) for batch in batches]
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     plain, theirs = measured.get(Way("ar", None)), measured.get(Way("generate", None))
+    greedy = not config.temperature
+    if greedy and plain is not None:
+        for batch in measured.values():
+            _find_gaps(decoder, batch, plain, batches)
     return [
-        _row(way, task, batch, plain, theirs, decoder.num_lookup, greedy=not config.temperature)
+        _row(way, task, batch, plain, theirs, decoder.num_lookup, greedy=greedy)
         for way, batch in measured.items()
         for task in (["all", *tasks] if len(tasks) > 1 else ["all"])
     ]
@@ -234,9 +241,10 @@ def format_table(report: dict[str, Any]) -> str:
         speedup, over = ("" if row[name] is None else f"{row[name]:.2f}x" for name in ("speedup", "speedup_over_generate"))
         tau, before = ("-" if row[name] is None else f"{row[name]:.2f}" for name in ("tau", "tau_before_loop"))
         same = "" if row["same_as_ar"] is None else f"{row['same_as_ar']}/{row['prompts']}"
+        gap = "" if row["widest_gap"] is None else f" {row['widest_gap']:.2%}"
         lines.append(
             f"{way:<12}{row['task'][:15]:<16}{row['prompts']:>8}{tau:>8}{before:>9}"
-            f"{row['tokens_per_second']:>10,.0f}{speedup:>10}{over:>12}{same:>8}"
+            f"{row['tokens_per_second']:>10,.0f}{speedup:>10}{over:>12}{same:>8}{gap}"
         )
     return "\n".join(lines)
 
@@ -266,6 +274,8 @@ class _Measured:
     task: str
     generations: list[Generation]
     seconds: float
+    gaps: list[float] = field(default_factory=list)
+    """As `Row.widest_gap`, of each text that differs from that of `ar`."""
 
 
 def _prompt_tokens(sample: Sample, tokenizer: ChatTokenizer) -> list[int]:
@@ -327,6 +337,24 @@ def _generate(
     return generations, max(1e-9, seconds[1] - seconds[0])
 
 
+@torch.no_grad()
+def _find_gaps(
+    decoder: Decoder, measured: Sequence[_Measured], plain: Sequence[_Measured], batches: Sequence[Sequence[Prompt]]
+) -> None:
+    for ours, theirs, batch in zip(measured, plain, batches, strict=True):
+        for one, other, prompt in zip(ours.generations, theirs.generations, batch, strict=True):
+            pairs = zip(one.tokens, other.tokens, strict=False)
+            first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            if first is None:
+                continue
+            target = decoder.target
+            text = torch.tensor([[*prompt.tokens, *one.tokens[:first]]], device=target.device)
+            positions = torch.arange(text.shape[1], device=target.device)[None]
+            logits = target.vocabulary().logits(target.run(text, positions).final[:, -1]).float()[0]
+            pair = logits[[one.tokens[first], other.tokens[first]]]
+            ours.gaps.append(float((pair[0] - pair[1]).abs() / pair.abs().max().clamp_min(1e-6)))
+
+
 def _show_tree(
     decoder: Decoder, prompt: Prompt, ways: Sequence[Way], config: DecodeConfig, words: ChatTokenizer
 ) -> dict[str, Any] | None:
@@ -373,6 +401,7 @@ def _row(
     emitted = [n for g in generations for n in g.emitted]
     before_loop = [n for g in generations for n in g.emitted[: steps_before_loop(g)]]
     pairs = None if plain is None or not greedy else zip(generations, of_task(plain)[0], strict=True)
+    gaps = [gap for batch in measured if task in ("all", batch.task) for gap in batch.gaps]
     return Row(
         mode=way.mode,
         budget=way.budget,
@@ -387,6 +416,7 @@ def _row(
         speedup=speedup(plain),
         speedup_over_generate=speedup(theirs),
         same_as_ar=None if pairs is None else sum(ours.tokens == theirs.tokens for ours, theirs in pairs),
+        widest_gap=max(gaps, default=None),
     )
 
 

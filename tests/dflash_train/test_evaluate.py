@@ -132,6 +132,31 @@ def test_a_tree_accepts_more_than_the_chain_of_the_same_drafter(trained: Trained
         assert temperature or many > 1.15 * chain
 
 
+def test_the_gap_between_logits_where_a_text_differs_is_told(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode made to write the second best token once: its gap is that of the target's own logits there."""
+    prompts = [Prompt(task="all", tokens=trained.prompts[0]), Prompt(task="all", tokens=trained.prompts[1])]
+    generate = Decoder.generate
+    wanted: list[float] = []
+
+    def wrong(self: Decoder, texts: list[list[int]], mode: str, *rest: object, **more: object) -> object:
+        out = generate(self, texts, mode, *rest, **more)  # type: ignore[arg-type]
+        if mode == "lookup":
+            tokens = out.generations[1].tokens
+            logits = self.target.model(torch.tensor([[*texts[1], *tokens[:3]]])).logits[0, -1]
+            best, second = logits.topk(2).indices.tolist()
+            assert best == tokens[3]
+            tokens[3] = second
+            wanted.append(float((logits[best] - logits[second]).abs() / logits[[best, second]].abs().max()))
+        return out
+
+    monkeypatch.setattr(Decoder, "generate", wrong)
+    ways = list_ways(["ar", "chain", "lookup"], [])
+    ar, chain, lookup = measure(trained.decoder, prompts, ways, ENDS, batch_size=2, warm_up=False)
+    assert (ar.same_as_ar, chain.same_as_ar, lookup.same_as_ar) == (2, 2, 1)
+    assert (ar.widest_gap, chain.widest_gap) == (None, None)
+    assert lookup.widest_gap == pytest.approx(wanted[0], rel=1e-3)
+
+
 def test_sampled_text_is_not_compared_word_by_word(trained: Trained, tmp_path: Path) -> None:
     code, rows = evaluate(trained, tmp_path, "--mode", "ar,chain", "--temperature", "1", "--limit", "1")
     assert code == 0
