@@ -215,7 +215,7 @@ class _Store:
         to = start.unsqueeze(1) + torch.arange(source.shape[1], device=source.device)
         for pair in self._layers.values():
             for store in pair:
-                index = source[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3])
+                index = source.to(store.device)[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3])
                 _write(store, store.gather(2, index), to)
 
 
@@ -363,8 +363,8 @@ def _config(target: Target) -> Any:
 
 
 def _write(store: Tensor, new: Tensor, slots: Tensor) -> None:
-    """new [R, heads, L, D] into store [R, heads, C, D] at slots [R, L]."""
-    store.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+    """new [R, heads, L, D] into store [R, heads, C, D] at slots [R, L], wherever the layer is (a target may be spread)."""
+    store.scatter_(2, slots.to(store.device)[:, None, :, None].expand_as(new), new)
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
