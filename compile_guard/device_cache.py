@@ -282,6 +282,12 @@ def compile(model: Any = None, *, shared: Hashable | None = None, recompile_limi
         return torch.compile(model, **options)
     install()
     wanted = CompileOptions(options, recompile_limit, shared)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"compile() got a TorchScript module ({getattr(model, 'original_name', type(model).__name__)}): its forward is no "
+            "Python, so that Dynamo finds nothing to compile, and every call would run as scripted. Compile the module that it "
+            "was scripted from, or call it as it is."
+        )
     if isinstance(model, torch.nn.Module):
         from compile_guard.compiled_module import CompiledModule
 

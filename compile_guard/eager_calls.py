@@ -7,7 +7,6 @@ tells whether one of the function's entries fitted.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 import time
@@ -263,7 +262,7 @@ class EagerCalls:
             return "the time and memory of the eager function"
         said = f"{fallback.costliest_s * 1e3:,.1f} ms of the thread's time for such a call"
         if fallback.compiled_s:
-            said += f", {statistics.median(fallback.compiled_s) * 1e3:,.1f} ms for one that runs compiled"
+            said += f", {sorted(fallback.compiled_s)[len(fallback.compiled_s) // 2] * 1e3:,.1f} ms for one that runs compiled"
         before, after = fallback.peak
         if after > before:
             whose = "the process" if device == "cpu" else device

@@ -27,6 +27,26 @@ NOT_SHOWN: tuple[NotShown, ...] = (
         "`torch.autocast(..., cache_enabled=False)`.",
     ),
     NotShown(
+        "B9",
+        "`torch._dynamo.reset()` in one thread drops what every other thread has compiled",
+        "What it breaks is entry B8, and the guard ends it: a reset waits until no compiled call runs. That every thread then "
+        "compiles again is what the function is for. To drop one device's code alone, use `compile_guard.reset(device)`.",
+    ),
+    NotShown(
+        "B7",
+        "`set_stance(skip_guard_eval_unsafe=True)` in one thread turns guards off in another",
+        "torch sets the C flag at the entry of each compiled call and puts back what it found at its end, so that another "
+        "thread's call resets it for itself. What is left is the time between one thread's entry and its own look into the "
+        "cache, in which another's entry must fall: nothing of a program runs there, and no order could be forced.",
+    ),
+    NotShown(
+        "B10",
+        "A compile rewinds the generator of a GPU that another thread draws from",
+        "`preserve_global_state` saves that of the compiling thread's current GPU. The guard leaves it as it is: Inductor "
+        "draws from it when it tunes kernels, which must be undone, and what others drew cannot be told from that. One GPU for "
+        "each thread, made current (`Worker(device=)`), is safe. Two threads on one GPU were not tried.",
+    ),
+    NotShown(
         "E2",
         "Inductor's own autotuner (`CachingAutotuner`) at a first launch in two threads",
         "Entry E2 shows Triton's. Inductor's chooses among the launchers that it found when it began and puts a list of one in "

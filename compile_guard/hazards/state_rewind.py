@@ -103,9 +103,9 @@ HAZARD = Hazard(
         "`AssertionError: Global ... state changed while dynamo tracing, please report a bug`."
     ),
     mechanism=(
-        "Each compile saves the CPU's generator, the current GPU's, Python's `random`, default dtype, determinism, tf32; "
-        "it puts all of it back at its end. They belong to the process: what other threads drew meanwhile is drawn again, and "
-        "what they set is undone."
+        "Each compile saves the CPU's generator, the current GPU's, Python's `random`, default dtype, determinism "
+        "and tf32, and puts all of it back at its end. They belong to the process: what other threads drew meanwhile is drawn "
+        "again, and what they set is undone."
     ),
     links=("pytorch#145329", "pytorch#145435", "pytorch#198247"),
     affected=affected,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import threading
 from collections.abc import Callable
@@ -39,8 +38,11 @@ def _is_alone() -> bool:
 def _random_state(patches: Patches) -> None:
     """A compile does not put back a generator that has moved on while other threads run.
 
-    It draws nothing itself that would have to be undone: it traces with fake tensors.
+    It draws nothing itself that would have to be undone (measured on 2.9.1, 2.13.0 and 2.14.1, with Inductor, AOT, a
+    transformer layer, and flex_attention where it compiles on the CPU): it traces with fake tensors.
     """
+    import random
+
     import torch
 
     folder = os.path.join(os.path.dirname(torch.__file__), "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import sys
 import threading
 from contextvars import ContextVar
@@ -31,6 +30,8 @@ _quiet = _Quiet()
 
 def _begins_a_block(frame: FrameType) -> bool:
     """Whether what this frame calls is entered by a `with` statement at once."""
+    import dis
+
     if frame.f_code.co_filename == torch_compiler_file() and frame.f_back is not None:
         frame = frame.f_back  # `torch.compiler.set_stance` is a function that makes the object
     # The clone of a decorator's object is what the decorated function enters.

@@ -713,6 +713,13 @@ def test_larger_limit_than_torchs_own_holds(guard: Any) -> None:
     assert guard.findings() == []
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_module_is_refused_with_the_reason(guard: Any) -> None:
+    scripted = torch.jit.script(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"TorchScript module \(Linear\).*Compile the module that it was scripted from"):
+        compile_guard.compile(scripted)
+
+
 def test_plain_function_that_runs_into_torchs_limit_is_a_finding(guard: Any) -> None:
     compiled = torch.compile(double, backend="eager", dynamic=False)
     for size in range(2, 12):
