@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 from compile_guard.events import span
 from compile_guard.findings import Finding, findings, other_thread, stack_of, this_thread
@@ -18,6 +18,9 @@ from compile_guard.trace_lock import TraceLock
 
 TRACE_LOCK = TraceLock("the trace lock")
 """The one lock. `install()` puts torch's own compile lock into it as its core."""
+
+EXPORT, EXPORT_LOAD = "torch.export", "torch.export.load"
+"""What the lock is taken for by an export, and by the load of an exported program."""
 
 NESTED_TRACE_MESSAGE = "using FX to symbolically trace a dynamo-optimized function"
 
@@ -236,40 +239,69 @@ class OwnerOnly:
 owner_only = OwnerOnly()
 
 
-def report_contention(what: str, owner: int | None, doing: str | None) -> None:
-    """A thread is about to wait for the trace lock: say so where overlapping would have done harm.
+class _Overlap(NamedTuple):
+    """What two traces at once would have done to each other; the fields are those of `Finding`."""
 
-    Two Dynamo compiles exclude each other in bare torch as well; that is no finding.
-    """
-    is_fx = what == "fx.Tracer.trace"
-    if doing is None or not (is_fx or doing == "fx.Tracer.trace" or what.startswith("a lazy backward")):
-        return
+    code: str
+    title: str
+    shared: str
+    consequence: str
+
+
+_TRACES = _Overlap(
+    "stuck-flag",
+    "two traces overlap",
+    "FX's `is tracing` flag and its patches of nn.Module, saved and put back by each trace on its own",
+    "the flag or the patches of the first trace stay for ever, and every later module call or compiled call fails; or a "
+    "compile strips the other trace of its patches and its graph changes",
+)
+_EXPORTS = _Overlap(
+    "export-threads",
+    "a model is exported while another thread traces",
+    "the dispatch mode and module hierarchy of the export in progress, and the flags of the trace: the process has one of each",
+    "`ProxyTorchDispatchMode slot already occupied`, `Trying to pop empty mode stack` or `_EXPORT_MODULE_HIERARCHY must not "
+    "be None`, in either thread",
+)
+_LOADS = _Overlap(
+    "export-threads",
+    "two threads load exported programs",
+    "the current deserializer, one for the process (pytorch#195099)",
+    "`AssertionError: _CURRENT_DESERIALIZER is already set` in the second thread",
+)
+_LAZY_BACKWARD = _Overlap(
+    "lazy-backward",
+    "a backward was compiled lazily while another thread compiles",
+    "AOTAutograd's tracing context and metrics, and the autograd device thread",
+    "errors such as `Metric(s) {'is_forward'} have already been set`, and a backward compiled twice",
+)
+_DEVICE_THREAD_WAIT = _LAZY_BACKWARD._replace(
+    code="device-thread-wait",
+    consequence="for ever: the compiling thread asks autograd for a gradient, which this device thread would have to compute",
+)
+
+
+def _overlap(what: str, doing: str) -> _Overlap | None:
+    """None where the two may overlap in bare torch as well, or exclude each other there: two Dynamo compiles do."""
     if what.startswith("a lazy backward"):
-        on_device_thread = isinstance(threading.current_thread(), threading._DummyThread)
-        code = "device-thread-wait" if on_device_thread else "lazy-backward"
-        title = "a backward was compiled lazily while another thread compiles"
-        shared = "AOTAutograd's tracing context and metrics, and the autograd device thread"
-        consequence = (
-            "for ever: the compiling thread asks autograd for a gradient, which this device thread would have to compute"
-            if on_device_thread
-            else "errors such as `Metric(s) {'is_forward'} have already been set`, and a backward compiled twice"
-        )
-    else:
-        code, title = "stuck-flag", "two traces overlap"
-        shared = "FX's `is tracing` flag and its patches of nn.Module, saved and put back by each trace on its own"
-        consequence = (
-            "the flag or the patches of the first trace stay for ever, and every later module call or compiled call "
-            "fails; or a compile strips the other trace of its patches and its graph changes"
-        )
+        return _DEVICE_THREAD_WAIT if isinstance(threading.current_thread(), threading._DummyThread) else _LAZY_BACKWARD
+    if what == EXPORT_LOAD:
+        return _LOADS if doing == EXPORT_LOAD else None
+    if what == EXPORT:
+        return _EXPORTS
+    return _TRACES if "fx.Tracer.trace" in (what, doing) else None
+
+
+def report_contention(what: str, owner: int | None, doing: str | None) -> None:
+    """A thread is about to wait for the trace lock: say so where overlapping would have done harm."""
+    overlap = None if doing is None else _overlap(what, doing)
+    if overlap is None:
+        return
     findings.report(
         Finding(
-            code=code,
+            **overlap._asdict(),
             subject=what,
-            title=title,
             now=this_thread(f"enters {what}"),
             other=other_thread(owner, f"is inside {doing}", TRACE_LOCK.held_s),
-            shared=shared,
-            consequence=consequence,
             fix="keep compile_guard.install(); to avoid the wait, compile and trace before the threads start",
             prevented=True,
         )

@@ -91,7 +91,14 @@ def _export(patches: Patches) -> None:
     from torch.export import _trace
 
     for name in ("_export", "_export_for_training"):
-        patches.set_attribute(_trace, name, tracing.locked_tracer(getattr(_trace, name), "torch.export"))
+        patches.set_attribute(_trace, name, tracing.locked_tracer(getattr(_trace, name), tracing.EXPORT))
+
+
+def _export_load(patches: Patches) -> None:
+    from torch._export.serde.serialize import GraphModuleDeserializer as deserializer
+
+    locked = tracing.locked_tracer(deserializer.deserialize, tracing.EXPORT_LOAD)
+    patches.set_attribute(deserializer, "deserialize", locked)
 
 
 SEAMS = (
@@ -101,4 +108,5 @@ SEAMS = (
     Seam("module_patches", "FX's patches of nn.Module act for the tracing thread alone", _module_patches),
     Seam("make_fx", "make_fx under the trace lock", _make_fx),
     Seam("export", "torch.export under the trace lock", _export),
+    Seam("export_load", "one exported program is loaded at a time", _export_load),
 )
