@@ -67,7 +67,8 @@ def exports_at_once() -> str | None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.inside()
-            return self.linear(x).sin()
+            out: torch.Tensor = self.linear(x).sin()
+            return out
 
     def export(inside: Any) -> str | None:
         try:
