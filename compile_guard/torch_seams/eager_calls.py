@@ -224,7 +224,7 @@ _trace = _Trace()
 
 
 def _eager_calls(patches: Patches) -> None:
-    from torch._dynamo import config, convert_frame
+    from torch._dynamo import config, convert_frame, trace_rules
     from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
     frames = Frames()
@@ -283,6 +283,8 @@ def _eager_calls(patches: Patches) -> None:
             why = "a TorchDispatchMode is active, under which Dynamo does not compile"
             fix = "call it outside the mode, or have the mode's ignore_compile_internals() return True where torch has it"
             return Fallback(code.co_name, "this", why, fix, flex)
+        if trace_rules.check(code):
+            return None  # a frame of torch's own on the way, such as a GraphModule's: what it calls is compiled by itself
         reason = getattr(result, "skip_reason", None) or ""
         if not reason and convert_frame.has_tensor_in_frame(frame):
             return None  # nothing says that it had anything to compute

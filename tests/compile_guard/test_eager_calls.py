@@ -154,6 +154,7 @@ def test_functions_with_nothing_to_compile_are_not_told(guard: Any) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     module.register_forward_hook(lambda *args: None)
     torch.compile(module, backend="eager")(torch.ones(2, 2))
+    torch.compile(torch.fx.symbolic_trace(module), backend="eager")(torch.ones(2, 2))
     assert guard.findings() == []
 
 
