@@ -234,11 +234,34 @@ class OwnerOnly:
 owner_only = OwnerOnly()
 
 
+EXPORT_LOAD = "torch.export.load"
+_OF_A_KIND = {
+    "make_fx": (
+        "make-fx",
+        "two make_fx traces overlap",
+        "`_CURRENT_MAKE_FX_TRACER`, the one tracer to which higher-order ops (cond, flex_attention) go back",
+        "`Cannot reenter make_fx when we're not under a make_fx tracing session`; or, silently, a branch or score function "
+        "that is traced with the other thread's modes and decompositions",
+    ),
+    EXPORT_LOAD: (
+        "export-load",
+        "two threads load exported programs at the same time",
+        "`_CURRENT_DESERIALIZER`, of which there is one",
+        "`AssertionError: _CURRENT_DESERIALIZER is already set` (pytorch#195099)",
+    ),
+}
+"""What must not overlap with its own kind: code, title, shared state and consequence of the finding."""
+
+
 def report_contention(what: str, owner: int | None, doing: str | None) -> None:
     """A thread is about to wait for the trace lock: say so where overlapping would have done harm.
 
     Two Dynamo compiles exclude each other in bare torch as well; that is no finding.
     """
+    if what in _OF_A_KIND and TRACE_LOCK.is_inside(what):
+        code, title, shared, consequence = _OF_A_KIND[what]
+        _report_overlap(code, what, title, owner, doing, shared, consequence)
+        return
     is_fx = what == "fx.Tracer.trace"
     if doing is None or not (is_fx or doing == "fx.Tracer.trace" or what.startswith("a lazy backward")):
         return
@@ -259,6 +282,12 @@ def report_contention(what: str, owner: int | None, doing: str | None) -> None:
             "the flag or the patches of the first trace stay for ever, and every later module call or compiled call "
             "fails; or a compile strips the other trace of its patches and its graph changes"
         )
+    _report_overlap(code, what, title, owner, doing, shared, consequence)
+
+
+def _report_overlap(
+    code: str, what: str, title: str, owner: int | None, doing: str | None, shared: str, consequence: str
+) -> None:
     findings.report(
         Finding(
             code=code,

@@ -87,11 +87,32 @@ def _make_fx(patches: Patches) -> None:
     patches.set_attribute(tracer, "trace", tracing.locked_tracer(tracer.trace, "make_fx"))
 
 
+def make_fx_tracer_is_global() -> bool:
+    """Whether the tracer to which higher-order ops go back is one for the process (up to 2.14)."""
+    from torch.fx.experimental import proxy_tensor
+
+    return hasattr(proxy_tensor, "_CURRENT_MAKE_FX_TRACER")
+
+
 def _export(patches: Patches) -> None:
     from torch.export import _trace
 
     for name in ("_export", "_export_for_training"):
         patches.set_attribute(_trace, name, tracing.locked_tracer(getattr(_trace, name), "torch.export"))
+
+
+def _export_load(patches: Patches) -> None:
+    from torch._export.serde.serialize import GraphModuleDeserializer
+
+    deserialize = tracing.locked_tracer(GraphModuleDeserializer.deserialize, tracing.EXPORT_LOAD)
+    patches.set_attribute(GraphModuleDeserializer, "deserialize", deserialize)
+
+
+def exported_programs_load_one_at_a_time() -> bool:
+    """Whether loading an exported program writes itself into a global, which must be empty (up to 2.14)."""
+    from torch._export.serde import serialize
+
+    return hasattr(serialize, "_CURRENT_DESERIALIZER")
 
 
 SEAMS = (
@@ -101,4 +122,5 @@ SEAMS = (
     Seam("module_patches", "FX's patches of nn.Module act for the tracing thread alone", _module_patches),
     Seam("make_fx", "make_fx under the trace lock", _make_fx),
     Seam("export", "torch.export under the trace lock", _export),
+    Seam("export_load", "one exported program is loaded at a time", _export_load, exported_programs_load_one_at_a_time),
 )
