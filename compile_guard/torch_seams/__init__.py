@@ -20,6 +20,7 @@ from compile_guard.torch_seams import (
     configuration,
     cudagraphs,
     devices,
+    fake_mode,
     finding_logs,
     inductor,
     lazy_backward,
@@ -63,6 +64,7 @@ __all__ = [
 SEAMS: tuple[Seam, ...] = (
     *trace_lock.SEAMS,  # first: the others are put in while it is held
     *tracers.SEAMS,
+    *fake_mode.SEAMS,
     *lazy_backward.SEAMS,
     *compiled_calls.SEAMS,
     *modules.SEAMS,
