@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from compile_guard.torch_seams import (
     autocast,
     checkpoint,
+    compiled_autograd,
     compiled_calls,
     config_patches,
     configuration,
@@ -69,6 +70,7 @@ SEAMS: tuple[Seam, ...] = (
     *compiled_calls.SEAMS,
     *modules.SEAMS,
     *reset.SEAMS,
+    *compiled_autograd.SEAMS,
     *checkpoint.SEAMS,
     *configuration.SEAMS,
     *config_patches.SEAMS,
