@@ -236,6 +236,10 @@ class TraceLock:
         except IndexError:
             return None
 
+    def is_inside(self, what: str) -> bool:
+        """Whether the owner has taken the lock for `what`, be it the innermost or not."""
+        return what in self._doing
+
     @property
     def depth(self) -> int:
         """How often the owner holds it."""

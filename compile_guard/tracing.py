@@ -268,6 +268,13 @@ _LOADS = _Overlap(
     "the current deserializer, one for the process (pytorch#195099)",
     "`AssertionError: _CURRENT_DESERIALIZER is already set` in the second thread",
 )
+_MAKE_FX = _Overlap(
+    "make-fx",
+    "two make_fx traces overlap",
+    "`_CURRENT_MAKE_FX_TRACER`, the one tracer to which higher-order ops (cond, flex_attention) go back",
+    "`Cannot reenter make_fx when we're not under a make_fx tracing session`; or, silently, a branch or score function that is "
+    "traced with the other thread's modes and decompositions",
+)
 _LAZY_BACKWARD = _Overlap(
     "lazy-backward",
     "a backward was compiled lazily while another thread compiles",
@@ -288,6 +295,8 @@ def _overlap(what: str, doing: str) -> _Overlap | None:
         return _LOADS if doing == EXPORT_LOAD else None
     if what == EXPORT:
         return _EXPORTS
+    if what == "make_fx" and TRACE_LOCK.is_inside("make_fx"):
+        return _MAKE_FX
     return _TRACES if "fx.Tracer.trace" in (what, doing) else None
 
 

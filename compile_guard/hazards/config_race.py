@@ -67,7 +67,7 @@ def one_block_in_two_threads() -> str | None:
             with block:
                 return None
         except AssertionError as error:
-            return f"a patch that two threads enter raised AssertionError: {error or 'no message'}"
+            return f"a patch that two threads enter raised AssertionError: {str(error) or 'no message'}"
         finally:
             refused.set()
 

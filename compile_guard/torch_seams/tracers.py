@@ -87,6 +87,13 @@ def _make_fx(patches: Patches) -> None:
     patches.set_attribute(tracer, "trace", tracing.locked_tracer(tracer.trace, "make_fx"))
 
 
+def make_fx_tracer_is_global() -> bool:
+    """Whether the tracer to which higher-order ops go back is one for the process (up to 2.14)."""
+    from torch.fx.experimental import proxy_tensor
+
+    return hasattr(proxy_tensor, "_CURRENT_MAKE_FX_TRACER")
+
+
 def _export(patches: Patches) -> None:
     from torch.export import _trace
 
