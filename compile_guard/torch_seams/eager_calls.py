@@ -19,6 +19,9 @@ from compile_guard.torch_seams._seam import Seam, is_compiled_call, skip_code
 recompile_limits: ByIdentity[int] = ByIdentity()
 """Limits of single code objects (`compile(recompile_limit=)`); the others have torch's."""
 
+_CALLS_FORWARD = ("__call__", "_wrapped_call_impl", "call_wrapped")
+"""Methods of a module that call its `forward`; the last is `fx.GraphModule`'s `__call__`, which Dynamo skips by right."""
+
 _MAX_DEPTH = 6
 """How many calls deep `calls_flex` looks."""
 
@@ -207,7 +210,7 @@ def _code_of(function: Any) -> CodeType | None:
             break
         function = inner
     if isinstance(function, MethodType) and isinstance(function.__self__, torch.nn.Module):
-        forward = function.__self__.forward if function.__name__ in ("__call__", "_wrapped_call_impl") else function
+        forward = function.__self__.forward if function.__name__ in _CALLS_FORWARD else function
         function = getattr(forward, "__func__", forward)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code if isinstance(code, CodeType) else None

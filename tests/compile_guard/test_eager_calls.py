@@ -158,6 +158,23 @@ def test_functions_with_nothing_to_compile_are_not_told(guard: Any) -> None:
     assert guard.findings() == []
 
 
+def test_compiled_graph_module_is_not_told(guard: Any) -> None:
+    """Dynamo skips the `__call__` that FX writes for it, and compiles its `forward`."""
+    ran: list[bool] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        def compiled(*args: Any) -> Any:
+            ran.append(True)
+            return graph.forward(*args)
+
+        return compiled
+
+    module = torch.compile(torch.fx.symbolic_trace(torch.nn.Linear(2, 2)), backend=backend)
+    for _ in range(2):
+        module(torch.ones(2, 2))
+    assert (len(ran), guard.findings()) == (2, [])
+
+
 def test_raise_mode_raises_the_limit_first_and_then_each_call(guard: Any) -> None:
     compiled = torch.compile(step, backend="eager", dynamic=False)
     for size in range(2, 10):
