@@ -17,6 +17,22 @@ class NotShown:
 
 NOT_SHOWN: tuple[NotShown, ...] = (
     NotShown(
+        "A5",
+        "Another thread's annotations on the nodes of a graph (`torch.fx.traceback.current_meta`)",
+        "Entry A5 shows make_fx. What `annotate` and `preserve_node_meta` set is one dict for the process: inside one thread's "
+        "`with annotate(...)` make_fx of another put it on its nodes (seen on 2.13.0 and 2.14.1; 2.9.1 shares `current_meta` too). "
+        "Traces exclude each other under the guard, but such a block is the program's own, may hold a collective, and takes no "
+        "lock. Hold `compile_guard.exclusive()` in blocks that annotate, or trace before the threads start (pytorch#184917).",
+    ),
+    NotShown(
+        "B4",
+        "A dimension turns dynamic because another thread had another size (automatic dynamic shapes)",
+        "Seen on 2.9.1, 2.13.0 and 2.14.1: of two threads with one shape each, the second to call a function has it compiled "
+        "with symbolic sizes, since the history is kept by file, line and name. That is right for shapes that vary, and at the "
+        "second size nothing tells the two apart. `compile_guard.compile` keeps a history for each device; else give "
+        "`dynamic=False` where each thread has one shape.",
+    ),
+    NotShown(
         "D4",
         "The cache of autocast's casts is one for all threads",
         "Entry D4 shows the thread without autocast. While one thread is inside an autocast block, another that shares its "
