@@ -20,7 +20,7 @@ NOT_SHOWN: tuple[NotShown, ...] = (
         "A5",
         "Another thread's annotations on the nodes of a graph (`torch.fx.traceback.current_meta`)",
         "Entry A5 shows make_fx. What `annotate` and `preserve_node_meta` set is one dict for the process: inside one thread's "
-        "`with annotate(...)` make_fx of another put it on its nodes (seen on 2.13.0 and 2.14.1; 2.9.1 shares `current_meta` too). "
+        "`with annotate(...)` make_fx of another put it on its nodes (seen on 2.13.0 and 2.14.1; 2.9.1 has the same dict). "
         "Traces exclude each other under the guard, but such a block is the program's own, may hold a collective, and takes no "
         "lock. Hold `compile_guard.exclusive()` in blocks that annotate, or trace before the threads start (pytorch#184917).",
     ),
