@@ -46,7 +46,7 @@ HAZARD = Hazard(
     ),
     mechanism=(
         "Whether autocast is on, for which device, and with which dtype are thread-locals, off in a new thread; compiled "
-        "functions guard on them. Autograd's own threads take them over from the forward."
+        "functions guard on them. Autograd's device threads have those of the thread that calls `backward`."
     ),
     links=("pytorch#125186", "pytorch#132715", "pytorch#133938"),
     affected=affected,
