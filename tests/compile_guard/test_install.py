@@ -404,7 +404,7 @@ def test_suppressions_file_that_is_missing_is_an_error_and_installs_nothing(monk
 
 def test_import_imports_no_torch_and_is_cheap() -> None:
     program = (
-        "import sys, time; began = time.perf_counter(); import compile_guard; took = time.perf_counter() - began;"
+        "import sys, time; began = time.process_time(); import compile_guard; took = time.process_time() - began;"
         "print('torch' in sys.modules, took < 0.5, compile_guard.is_installed())"
     )
     assert said(program) == "False True False"
