@@ -334,6 +334,16 @@ class Gate:
 gate = Gate()
 
 
+def num_running() -> int:
+    """Compiled calls in progress, of all threads."""
+    return len(_running)
+
+
+def is_gate_closed() -> bool:
+    """Whether a reset waits or works."""
+    return _gate_closed
+
+
 def after_fork_in_child() -> None:
     """Open the gate, and count only the calls that the forking thread is in: the others are not in the child."""
     global _gate_closed

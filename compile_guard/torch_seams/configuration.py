@@ -16,7 +16,7 @@ from compile_guard.patching import Patches
 from compile_guard.torch_seams._seam import Seam
 
 
-def _entries() -> Iterator[tuple[Any, str, Any]]:
+def config_entries() -> Iterator[tuple[Any, str, Any]]:
     """Every value of torch's configuration: its module, its name there, its entry."""
     from torch.utils._config_module import ConfigModule
 
@@ -28,7 +28,7 @@ def _entries() -> Iterator[tuple[Any, str, Any]]:
 
 def _config_variables() -> frozenset[ContextVar[Any]]:
     """The context variables that hold torch's configuration; empty where it is kept in the process (before 2.12)."""
-    return frozenset(entry.user_override for _, _, entry in _entries() if isinstance(entry.user_override, ContextVar))
+    return frozenset(entry.user_override for _, _, entry in config_entries() if isinstance(entry.user_override, ContextVar))
 
 
 def config_of(context: Context | None) -> dict[ContextVar[Any], Any]:
@@ -58,7 +58,7 @@ def _changes(values: dict[ContextVar[Any], Any]) -> list[tuple[Any, str, Any]]:
     from torch.utils._config_module import _UNSET_SENTINEL
 
     found = []
-    for module, name, entry in _entries():
+    for module, name, entry in config_entries():
         value = values.get(entry.user_override, _UNSET_SENTINEL)
         if value is not _UNSET_SENTINEL and value != entry.default:
             found.append((module, name, value))

@@ -1,0 +1,79 @@
+"""What must hold after a program, whatever the schedule: compared with the same program run by one thread after the other."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compile_guard import entry, waits
+from compile_guard.stress.operations import MAY_COMPILE
+from compile_guard.stress.program import Program
+from compile_guard.stress.scheduler import Outcome
+from compile_guard.torch_seams.process_state import process_state
+from compile_guard.tracing import TRACE_LOCK, num_live_traces
+
+_VARYING = re.compile(r"0x[0-9a-f]+|\b\d+\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the sequential run did."""
+
+    results: list[Any]
+    num_compiles: int
+    num_steps: int
+
+
+def guard_state() -> dict[str, Any]:
+    """What the guard itself keeps while somebody is inside: nothing, between programs."""
+    return {
+        "the lock's owner": TRACE_LOCK.owner,
+        "waiting threads": waits.waiting(),
+        "live traces": num_live_traces(),
+        "compiled calls": entry.num_running(),
+        "the gate is closed": entry.is_gate_closed(),
+    }
+
+
+def state() -> dict[str, Any]:
+    """All that must be after a program what it was before."""
+    return process_state() | guard_state()
+
+
+def problems(
+    program: Program, outcome: Outcome, expected: Expected, num_compiles: int, draws: list[float], before: Mapping[str, Any]
+) -> Iterator[str]:
+    """Each broken invariant, as a line that is the same for the same fault; more text may follow the line."""
+    if outcome.hang:
+        yield f"hang: {outcome.hang}"
+        return
+    for number, error in outcome.errors.items():
+        yield f"{_in_a_line(error)}\nin thread {number}:\n{''.join(traceback.format_exception(error))}"
+    if not outcome.errors:
+        for number, (got, wanted) in enumerate(zip(outcome.results, expected.results, strict=True)):
+            if got != wanted:
+                yield f"results differ\nthread {number} returned {got}\nand alone {wanted}"
+        yield from _compiles(program, num_compiles, expected.num_compiles)
+    if len(set(draws)) != len(draws):
+        yield f"a random number was drawn twice\ndraws: {draws}"
+    after = state()
+    for name in before.keys() & after.keys():
+        if before[name] != after[name]:
+            yield f"not pristine: {name}\nwas {before[name]!r}, is {after[name]!r}"
+
+
+def _compiles(program: Program, got: int, alone: int) -> Iterator[str]:
+    operations = [name for thread in program.threads for name in thread]
+    if "reset" not in operations:
+        if got != alone:
+            yield f"compiled {'more' if got > alone else 'less'} often than alone\n{got} compiles, and {alone} alone"
+    elif got > sum(name in MAY_COMPILE for name in operations):
+        yield f"compiled more often than called\n{got} compiles"
+
+
+def _in_a_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {_VARYING.sub('N', text[0])[:160] if text else ''}"

@@ -1,0 +1,290 @@
+"""What threads of a program do: each operation checks what it got, and returns what must not depend on the schedule."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import compile_guard
+from compile_guard.device_cache import clone_function
+from compile_guard.stress import instrument
+from compile_guard.stress.points import point
+
+CHILD_WAIT_S = 30
+"""A forked child that cannot compile within so many seconds is killed by its alarm."""
+
+
+class _Ran(threading.local):
+    """Compiled graphs that this thread has run."""
+
+    num = 0
+
+
+_ran = _Ran()
+
+
+class Broken(AssertionError):
+    """An operation got what it would not have got alone."""
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise Broken(what)
+
+
+def step(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + 1
+
+
+def other(x: torch.Tensor) -> torch.Tensor:
+    return x.cos() * 3
+
+
+def curve(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+class Kit:
+    """What all programs of a process use again: functions compiled once, which only a `reset` makes cold."""
+
+    def __init__(self) -> None:
+        self.num_compiles = 0
+        self.guarded = compile_guard.is_installed()
+        self.x = torch.linspace(0.0, 1.0, 8).reshape(2, 4)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layer = Layer()
+        self.warm = self.compiled(step)
+        self.module = self.compiled(self.layer)
+        self.aot = self._training_backend()
+        self.rewarm()
+
+    def backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """Counts compiles, and the runs of what it compiled."""
+        self.num_compiles += 1
+        point("backend")
+
+        def run(*args: Any) -> Any:
+            _ran.num += 1
+            return graph.forward(*args)
+
+        return run
+
+    def _training_backend(self) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(graph: Any, inputs: Any) -> Any:
+            point("backend")
+            return graph.forward
+
+        def compiler_of_backward(graph: Any, inputs: Any) -> Any:
+            point("lazy backward")
+            return graph.forward
+
+        made: Callable[..., Any] = aot_autograd(fw_compiler=compiler, bw_compiler=compiler_of_backward)
+        return made
+
+    def compiled(self, target: Any) -> Any:
+        compiler: Any = compile_guard.compile if self.guarded else torch.compile
+        return compiler(target, backend=self.backend)
+
+    def rewarm(self) -> None:
+        """Have everything compiled, whatever was reset."""
+        self.warm(self.x)
+        self.module(self.x)
+
+
+_names = itertools.count()
+
+
+class World:
+    """What the threads of one run of a program share."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.kit = kit
+        self.x = kit.x
+        self.cold = kit.compiled(fresh(other))
+        self.trained = torch.compile(fresh(curve), backend=kit.aot, dynamic=True)
+        self.draws: list[float] = []
+        """Of the process-wide generators, in no order: none may come twice."""
+
+    def _compiled_call(self, function: Any, expected: torch.Tensor) -> list[Any]:
+        before = _ran.num
+        made = function(self.x)
+        _check(_ran.num == before + 1, f"a compiled function ran {_ran.num - before} graphs, not one: eager, or twice")
+        _check(torch.equal(made, expected), "a compiled function returned other numbers than eager")
+        listed: list[Any] = made.tolist()
+        return listed
+
+    def call(self) -> Any:
+        point("call")
+        return self._compiled_call(self.kit.warm, step(self.x))
+
+    def module(self) -> Any:
+        point("call")
+        return self._compiled_call(self.kit.module, self.kit.layer(self.x).detach())
+
+    def cold_call(self) -> Any:
+        point("call")
+        return self._compiled_call(self.cold, other(self.x))
+
+    def compile(self) -> Any:
+        point("compile")
+        return self._compiled_call(torch.compile(fresh(other), backend=self.kit.backend), other(self.x))
+
+    def trace(self) -> Any:
+        graph = torch.fx.symbolic_trace(self.kit.layer)
+        return [f"{node.op} {node.target}" for node in graph.graph.nodes]
+
+    def make_fx(self) -> Any:
+        point("make_fx")
+        graph = make_fx(step)(self.x)
+        _check(torch.equal(graph(self.x), step(self.x)), "make_fx recorded another function")
+        return [f"{node.op} {node.target}" for node in graph.graph.nodes]
+
+    def export(self) -> Any:
+        point("export")
+        # A module of its own: export puts fake tensors in place of the parameters of the one that it is given.
+        exported = torch.export.export(Layer(), (self.x,), strict=False)
+        return [f"{node.op} {node.target}" for node in exported.graph.nodes]
+
+    def train(self) -> Any:
+        leaf = self.x.clone().requires_grad_()
+        loss = self.trained(leaf).sum()
+        point("backward")
+        loss.backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, self.x.sin() + self.x * self.x.cos())
+        return leaf.grad.tolist()
+
+    def checkpoint(self) -> None:
+        def block(x: torch.Tensor) -> torch.Tensor:
+            point("recompute")
+            dropped = nn.functional.dropout(x)
+            point("recompute")
+            return dropped * 2
+
+        leaf = torch.ones(16, requires_grad=True)
+        made = torch.utils.checkpoint.checkpoint(block, leaf, use_reentrant=False)
+        point("backward")
+        made.sum().backward()
+        _check(leaf.grad is not None and torch.equal(leaf.grad, made.detach()), "a recompute drew another mask than its forward")
+
+    def reset(self) -> None:
+        point("reset")
+        torch._dynamo.reset()
+
+    def stance(self) -> Any:
+        point("stance")
+        before = _ran.num
+        with torch.compiler.set_stance("force_eager"):
+            point("stance")
+            made = self.kit.warm(self.x)
+        _check(_ran.num == before, "a function ran compiled under the stance force_eager")
+        return made.tolist()
+
+    def config(self) -> Any:
+        from torch._dynamo import config
+
+        seen = []
+        before = config.recompile_limit
+        point("config")
+        with config.patch(recompile_limit=before + 11):
+            point("config")
+            seen.append(config.recompile_limit - before)
+            with config.patch(recompile_limit=before + 23):
+                point("config")
+                seen.append(config.recompile_limit - before)
+            point("config")
+            seen.append(config.recompile_limit - before)
+        point("config")
+        seen.append(config.recompile_limit - before)
+        return seen
+
+    def construct(self) -> Any:
+        point("construct")
+        with torch.device("meta"):
+            made = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Layer())
+            point("construct")
+            made.append(nn.LayerNorm(4))
+        return [f"{name} {tuple(each.shape)} {each.device} {each.dtype}" for name, each in made.named_parameters()]
+
+    def draw(self) -> None:
+        point("draw")
+        self.draws += [torch.rand(()).item(), random.random()]
+
+    def eager(self) -> Any:
+        point("eager")
+        _check(not torch.compiler.is_compiling(), "eager code was told that it compiles")
+        made = self.kit.layer(self.x)
+        _check(not isinstance(made, torch.fx.Proxy), "eager code got another thread's proxy")
+        return made.tolist()
+
+    def fork(self) -> Any:
+        point("fork")
+        child = os.fork()
+        if not child:
+            self._in_child()
+        _, status = os.waitpid(child, 0)
+        _check(status == 0, f"a forked child could not compile (status {status})")
+        point("fork")
+
+    def _in_child(self) -> None:
+        import signal
+
+        status = 1
+        try:
+            instrument.leave()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(CHILD_WAIT_S)
+            compiled = torch.compile(fresh(other), backend="eager")
+            status = not torch.equal(compiled(self.x), other(self.x))
+        finally:
+            os._exit(status)  # the parent's threads and exit handlers are none of the child's
+
+
+def fresh(function: FunctionType) -> FunctionType:
+    """A copy with a code object of its own, so that nothing is compiled for it."""
+    return clone_function(function, f"stress_{next(_names)}")
+
+
+OPERATIONS: dict[str, Callable[[World], Any]] = {
+    "call": World.call,
+    "module": World.module,
+    "cold": World.cold_call,
+    "compile": World.compile,
+    "trace": World.trace,
+    "make_fx": World.make_fx,
+    "export": World.export,
+    "train": World.train,
+    "checkpoint": World.checkpoint,
+    "reset": World.reset,
+    "stance": World.stance,
+    "config": World.config,
+    "construct": World.construct,
+    "draw": World.draw,
+    "eager": World.eager,
+    "fork": World.fork,
+}
+"""By the name that programs use."""
+
+MAY_COMPILE = frozenset({"call", "module", "cold", "compile"})
+"""Operations that compile at most one graph by the counting backend."""
