@@ -244,7 +244,12 @@ class Gate:
                 "from code that no compiled function calls."
             )
         if not self._closing.acquire(blocking=False):
-            waits.wait_for(lambda span: self._closing.acquire(timeout=span), "the reset in another thread", self._holders)
+            # Outside every compiled call, whatever the other reset saw a moment ago: that one does not wait for this thread.
+            self._parked.add(me)
+            try:
+                waits.wait_for(lambda span: self._closing.acquire(timeout=span), "the reset in another thread", self._holders)
+            finally:
+                self._parked.discard(me)
         self._closer = me
         _gate_closed = True
         _attend()

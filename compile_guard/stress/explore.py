@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import compile_guard
 from compile_guard.stress import instrument
 from compile_guard.stress.invariants import Expected, problems, state
-from compile_guard.stress.operations import OPERATIONS, Kit, World
+from compile_guard.stress.operations import OPERATIONS, Kit, World, rounds_between
 from compile_guard.stress.program import SHAPES, Failure, Program, digest, mixed
 from compile_guard.stress.scheduler import PATIENCE_S, Outcome, Scheduler
 from compile_guard.stress.strategies import STRATEGIES, FewPreemptions, Replay, Strategy, strategy
@@ -35,7 +35,7 @@ class Tally:
     distinct: set[bytes] = field(default_factory=set)
     num_preempted: int = 0
     """Of the distinct ones, those with two or more preemptions."""
-    by_program: dict[str, int] = field(default_factory=dict)
+    by_shape: dict[str, int] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     wall_s: float = 0.0
 
@@ -56,11 +56,11 @@ class Explorer:
     def bodies(self, program: Program, world: World) -> list[Callable[[], Any]]:
         """What each thread of a program calls."""
         if program.target:
-            function = target_of(program.target)
+            function = program.function or target_of(program.target)
             return [function for _ in program.threads]
 
         def body(names: tuple[str, ...]) -> list[Any]:
-            return [OPERATIONS[name](world) for name in names]
+            return [OPERATIONS[name][0](world) for name in names]
 
         return [lambda names=names: body(names) for names in program.threads]  # type: ignore[misc]
 
@@ -101,8 +101,9 @@ class Explorer:
         outcome, num_compiles, draws = self._run(program, chooser)
         self.last = outcome
         problem = next(problems(program, outcome, expected, num_compiles, draws, before), None)
-        if problem is None:
+        if not outcome.hang:
             self.kit.rewarm()
+        if problem is None:
             return None
         guard = compile_guard.is_installed()
         return Failure(program, how, seed, problem, guard, torch.__version__, outcome.choices, outcome.steps)
@@ -128,15 +129,13 @@ def target_of(name: str) -> Callable[[], Any]:
     return getattr(function, "__compile_guard_stressed__", function)  # type: ignore[no-any-return]
 
 
-def plan(seed: int, programs: Iterable[Program] = SHAPES, *, with_mixed: bool = True) -> Iterator[tuple[Program, str, int]]:
-    """Programs, strategies and seeds without end: the shapes in turn, and between two rounds one made at random."""
-    shapes = list(programs)
-    number = seed * 1_000_003
+def plan(seed: int, programs: Sequence[Program] = SHAPES, *, with_mixed: bool = True) -> Iterator[tuple[Program, str, int]]:
+    """Programs, strategies and seeds without end: dear programs seldom, one made at random after each round of them."""
+    chooser = random.Random(seed)
     while True:
-        round_ = [*shapes, mixed(number, [*OPERATIONS])] if with_mixed else shapes
-        for program in round_:
-            yield program, STRATEGIES[number % len(STRATEGIES)], number
-            number += 1
+        for program in [*programs, mixed(chooser.getrandbits(32), [*OPERATIONS])] if with_mixed else programs:
+            if program.target or chooser.random() < 1 / rounds_between(program.threads):
+                yield program, chooser.choice(STRATEGIES), chooser.getrandbits(32)
 
 
 @contextmanager
@@ -153,9 +152,9 @@ def collector_off() -> Iterator[None]:
 
 
 def explore(
-    num_schedules: int,
     schedules: Iterable[tuple[Program, str, int]],
     *,
+    num_distinct: int | None = None,
     num_failures: int = 10,
     on_failure: Callable[[Failure], None] = lambda failure: None,
     on_progress: Callable[[Tally], None] = lambda tally: None,
@@ -172,15 +171,13 @@ def explore(
             if seen not in tally.distinct:
                 tally.distinct.add(seen)
                 tally.num_preempted += explorer.last.num_preemptions >= 2
-                tally.by_program[program.name.split()[0] if program.name.startswith("mixed") else program.name] = (
-                    tally.by_program.get(program.name.split()[0] if program.name.startswith("mixed") else program.name, 0) + 1
-                )
+                tally.by_shape[program.shape] = tally.by_shape.get(program.shape, 0) + 1
             if failure is not None:
                 tally.failures.append(failure)
                 on_failure(failure)
                 if explorer.last.hang or len(tally.failures) >= num_failures:
                     break
-            if len(tally.distinct) >= num_schedules:
+            if num_distinct is not None and len(tally.distinct) >= num_distinct:
                 break
             if tally.num_run % COLLECT_EVERY == 0:
                 gc.collect()

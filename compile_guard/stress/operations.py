@@ -6,7 +6,7 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -266,25 +266,30 @@ def fresh(function: FunctionType) -> FunctionType:
     return clone_function(function, f"stress_{next(_names)}")
 
 
-OPERATIONS: dict[str, Callable[[World], Any]] = {
-    "call": World.call,
-    "module": World.module,
-    "cold": World.cold_call,
-    "compile": World.compile,
-    "trace": World.trace,
-    "make_fx": World.make_fx,
-    "export": World.export,
-    "train": World.train,
-    "checkpoint": World.checkpoint,
-    "reset": World.reset,
-    "stance": World.stance,
-    "config": World.config,
-    "construct": World.construct,
-    "draw": World.draw,
-    "eager": World.eager,
-    "fork": World.fork,
+OPERATIONS: dict[str, tuple[Callable[[World], Any], int]] = {
+    "call": (World.call, 1),
+    "module": (World.module, 1),
+    "cold": (World.cold_call, 10),
+    "compile": (World.compile, 10),
+    "trace": (World.trace, 1),
+    "make_fx": (World.make_fx, 3),
+    "export": (World.export, 7),
+    "train": (World.train, 15),
+    "checkpoint": (World.checkpoint, 1),
+    "reset": (World.reset, 20),
+    "stance": (World.stance, 1),
+    "config": (World.config, 1),
+    "construct": (World.construct, 1),
+    "draw": (World.draw, 1),
+    "eager": (World.eager, 1),
+    "fork": (World.fork, 200),
 }
-"""By the name that programs use."""
+"""By the name that programs use; and the time that each takes, in about 4 ms."""
 
 MAY_COMPILE = frozenset({"call", "module", "cold", "compile"})
 """Operations that compile at most one graph by the counting backend."""
+
+
+def rounds_between(threads: Iterable[Iterable[str]]) -> int:
+    """In every how manieth round of exploration a program shall run: the dear ones seldom."""
+    return 1 + sum(OPERATIONS[name][1] for thread in threads for name in thread) // 12

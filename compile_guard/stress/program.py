@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,13 @@ class Program:
     """Names of `operations.OPERATIONS`; of a function of the user's, one `call` for each thread."""
     target: str = ""
     """`module:function` of the user, called once by each thread; empty for the operations."""
+    function: Callable[[], Any] | None = field(default=None, compare=False)
+    """What `target` names, where that cannot be imported by its name (a function inside a function). Not saved."""
+
+    @property
+    def shape(self) -> str:
+        """Its name, without the number of one that was made at random."""
+        return self.name.rstrip("0123456789").strip()
 
     @property
     def key(self) -> str:
@@ -82,7 +89,9 @@ class Failure:
 
     def save(self, folder: Path) -> Path:
         """Write it into a folder; returns the file."""
-        text = json.dumps(asdict(self), indent=1)
+        written = asdict(replace(self, program=replace(self.program, function=None)))
+        del written["program"]["function"]
+        text = json.dumps(written, indent=1)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.json"
         path.write_text(text, encoding="utf-8")
