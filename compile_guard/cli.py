@@ -22,6 +22,7 @@ from compile_guard.findings import MODES, FindingError, findings, mode_from_envi
 from compile_guard.install import install
 from compile_guard.report import text
 from compile_guard.report.environment import environment
+from compile_guard.stress import options as stress_options
 from compile_guard.tracing import TRACE_LOCK
 
 CLEAN, FINDINGS, CANNOT_RUN = 0, 1, 2
@@ -158,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.add_argument("--only", action="append", default=[], metavar="ID", help="this hazard, by id or name; may be repeated")
     verb.add_argument("--quick", action="store_true", help="ask the feature tests only, run nothing")
+    verb = verbs.add_parser("stress", help="run threaded programs, the guard's or yours, under schedules that are explored")
+    stress_options.add_arguments(verb)
     options = parser.parse_args(arguments)
     if options.verb == "report":  # needs no torch
         return report(options.run, options.out, overwrite=options.overwrite, profile=options.merge)
@@ -173,4 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"compile-guard: {error}", file=sys.stderr)
             return CANNOT_RUN
         return run(options.script, options.arguments, mode=mode, report=options.report, trace=options.trace)
+    if options.verb == "stress":
+        from compile_guard.stress import command
+
+        return command.run(options)
     return doctor(as_json=options.json, only=options.only, quick=options.quick)

@@ -101,8 +101,6 @@ class Explorer:
         outcome, num_compiles, draws = self._run(program, chooser)
         self.last = outcome
         problem = next(problems(program, outcome, expected, num_compiles, draws, before), None)
-        if not outcome.hang:
-            self.kit.rewarm()
         if problem is None:
             return None
         guard = compile_guard.is_installed()
@@ -177,6 +175,7 @@ def explore(
                 on_failure(failure)
                 if explorer.last.hang or len(tally.failures) >= num_failures:
                     break
+            explorer.kit.rewarm()
             if num_distinct is not None and len(tally.distinct) >= num_distinct:
                 break
             if tally.num_run % COLLECT_EVERY == 0:
