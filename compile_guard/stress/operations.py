@@ -89,15 +89,16 @@ class Kit:
         return run
 
     def _training_backend(self) -> Callable[..., Any]:
+        from functorch.compile import make_boxed_func
         from torch._dynamo.backends.common import aot_autograd
 
         def compiler(graph: Any, inputs: Any) -> Any:
             point("backend")
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
         def compiler_of_backward(graph: Any, inputs: Any) -> Any:
             point("lazy backward")
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
         made: Callable[..., Any] = aot_autograd(fw_compiler=compiler, bw_compiler=compiler_of_backward)
         return made

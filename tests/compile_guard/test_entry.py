@@ -190,6 +190,43 @@ def test_a_call_made_inside_a_trace_passes_the_closed_gate(guard: Any, puppet: M
         resetting.result()
 
 
+def test_a_reset_does_not_take_another_that_waits_for_it_for_a_call_it_waits_for(guard: Any, puppet: MakePuppet) -> None:
+    """Between its look at a running call and its wait, that call ends and its thread resets as well: no circle."""
+    inside, go_on, reported = threading.Event(), threading.Event(), threading.Event()
+
+    @torch._dynamo.disable
+    def stay() -> None:
+        inside.set()
+        wait(go_on)
+
+    @torch.compile(backend="eager")
+    def call(x: torch.Tensor) -> torch.Tensor:
+        stay()
+        return x + 1
+
+    runner, resetter = puppet(), puppet()
+
+    def call_then_reset() -> None:
+        call(x)
+        torch._dynamo.reset()
+
+    def while_it_reports(found: Any) -> None:
+        if found.code == "reset-under-load" and threading.get_ident() == resetter.ident:
+            go_on.set()
+            until(lambda: runner.ident in compile_guard.waits.waiting(), "the second reset to wait for the first")
+            reported.set()
+
+    running = runner.start(call_then_reset)
+    wait(inside)
+    end = compile_guard.findings.listen(while_it_reports)
+    try:
+        resetter.do(torch._dynamo.reset)
+        running.result()
+    finally:
+        end()
+    assert reported.is_set()
+
+
 def test_a_reset_by_the_holder_of_the_lock_says_so_while_calls_run(guard: Any, puppet: MakePuppet) -> None:
     """The running call may need the lock before it can end: waiting for it with the lock held would be for ever."""
     inside, go_on = threading.Event(), threading.Event()
