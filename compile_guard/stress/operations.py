@@ -18,6 +18,7 @@ import compile_guard
 from compile_guard.device_cache import clone_function
 from compile_guard.stress import instrument
 from compile_guard.stress.points import point
+from compile_guard.torch_seams.yield_points import lazy_backend
 
 CHILD_WAIT_S = 30
 """A forked child that cannot compile within so many seconds is killed by its alarm."""
@@ -59,7 +60,8 @@ class Layer(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).relu()
+        made: torch.Tensor = self.linear(x).relu()
+        return made
 
 
 class Kit:
@@ -74,7 +76,7 @@ class Kit:
             self.layer = Layer()
         self.warm = self.compiled(step)
         self.module = self.compiled(self.layer)
-        self.aot = self._training_backend()
+        self.aot = lazy_backend(point)
         self.rewarm()
 
     def backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -87,21 +89,6 @@ class Kit:
             return graph.forward(*args)
 
         return run
-
-    def _training_backend(self) -> Callable[..., Any]:
-        from functorch.compile import make_boxed_func
-        from torch._dynamo.backends.common import aot_autograd
-
-        def compiler(graph: Any, inputs: Any) -> Any:
-            point("backend")
-            return make_boxed_func(graph.forward)
-
-        def compiler_of_backward(graph: Any, inputs: Any) -> Any:
-            point("lazy backward")
-            return make_boxed_func(graph.forward)
-
-        made: Callable[..., Any] = aot_autograd(fw_compiler=compiler, bw_compiler=compiler_of_backward)
-        return made
 
     def compiled(self, target: Any) -> Any:
         compiler: Any = compile_guard.compile if self.guarded else torch.compile
@@ -187,7 +174,8 @@ class World:
         made = torch.utils.checkpoint.checkpoint(block, leaf, use_reentrant=False)
         point("backward")
         made.sum().backward()
-        _check(leaf.grad is not None and torch.equal(leaf.grad, made.detach()), "a recompute drew another mask than its forward")
+        same = leaf.grad is not None and torch.equal(leaf.grad, made.detach())
+        _check(same, "a recompute drew another mask than its forward")
 
     def reset(self) -> None:
         point("reset")
@@ -262,8 +250,9 @@ class World:
             os._exit(status)  # the parent's threads and exit handlers are none of the child's
 
 
-def fresh(function: FunctionType) -> FunctionType:
+def fresh(function: Callable[[torch.Tensor], torch.Tensor]) -> FunctionType:
     """A copy with a code object of its own, so that nothing is compiled for it."""
+    assert isinstance(function, FunctionType)
     return clone_function(function, f"stress_{next(_names)}")
 
 

@@ -10,7 +10,7 @@ from compile_guard.stress.decorator import FOLDER
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    verb.add_argument("target", nargs="?", metavar="MODULE:FUNCTION", help="a function of yours; none: the guard's own programs")
+    verb.add_argument("target", nargs="?", metavar="MODULE:FUNCTION", help="a function of yours (none: the guard's programs)")
     verb.add_argument("--schedules", type=int, default=1000, metavar="N", help="distinct schedules to run (1000)")
     verb.add_argument("--seed", type=int, default=0, metavar="S", help="other schedules for another seed (0)")
     verb.add_argument("--threads", type=int, default=4, metavar="N", help="threads that call FUNCTION (4)")

@@ -1,4 +1,4 @@
-"""Yield points: where a thread may be made to wait while another runs. One global that is None unless schedules are explored."""
+"""Yield points: where a thread may be made to wait while another runs. One global, None unless schedules are explored."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ class Failure:
             raise ValueError(f"{path} is no saved schedule ({error}); `compile-guard stress` writes them on failure") from error
 
     def __str__(self) -> str:
-        schedule = " ".join(f"{number}:{name.replace(' ', '-')}" for number, name in self.steps) or "(died before it could tell)"
+        steps = " ".join(f"{number}:{name.replace(' ', '-')}" for number, name in self.steps)
+        schedule = steps or "(died before it could tell)"
         return f"{self.problem}\n{self.program}\nschedule ({self.strategy}, seed {self.seed}): {schedule}"
 
 

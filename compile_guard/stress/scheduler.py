@@ -67,18 +67,17 @@ class Scheduler:
         number = self._number.get(threading.get_ident())
         return number is not None and number not in self._asking
 
-    def run(self, bodies: Sequence[Callable[[], Any]], around: Callable[[Callable[[], Any]], Any] = lambda body: body()) -> Outcome:
+    def run(self, bodies: Sequence[Callable[[], Any]]) -> Outcome:
         """Run each function in a thread of its own.
 
         Args:
             bodies: as many as there are threads.
-            around: called in each thread with its function, to call it.
         """
         for number, body in enumerate(bodies):
             registered = _thread.allocate_lock()
             registered.acquire()
             threading.Thread(
-                target=self._body, args=(number, body, around, registered), name=f"stress-{number}", daemon=True
+                target=self._body, args=(number, body, registered), name=f"stress-{number}", daemon=True
             ).start()
             if not registered.acquire(timeout=self._patience_s):
                 raise TimeoutError(f"thread {number} did not start within {self._patience_s:g} s")
@@ -89,12 +88,12 @@ class Scheduler:
             self._hang(f"not ended after {self._patience_s:g} s")
         return self._outcome
 
-    def _body(self, number: int, body: Callable[[], Any], around: Callable[[Callable[[], Any]], Any], registered: Any) -> None:
+    def _body(self, number: int, body: Callable[[], Any], registered: Any) -> None:
         self._number[threading.get_ident()] = number
         registered.release()
         self._batons[number].acquire()
         try:
-            self._outcome.results[number] = around(body)
+            self._outcome.results[number] = body()
         except BaseException as error:  # judged by the invariants
             self._outcome.errors[number] = error
         finally:

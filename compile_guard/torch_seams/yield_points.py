@@ -68,3 +68,19 @@ def put_in_lock(patches: Patches, wrapped: Callable[[Any], Any]) -> None:
     from torch._dynamo import convert_frame
 
     patches.set_attribute(convert_frame, "compile_lock", wrapped(convert_frame.compile_lock))
+
+
+def lazy_backend(point: Callable[[str], None]) -> Callable[..., Any]:
+    """A backend that runs graphs as they are; with dynamic shapes it compiles the backward when that first runs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def compiler(name: str) -> Callable[[Any, Any], Any]:
+        def compile_graph(graph: Any, inputs: Any) -> Any:
+            point(name)
+            return make_boxed_func(graph.forward)
+
+        return compile_graph
+
+    made: Callable[..., Any] = aot_autograd(fw_compiler=compiler("backend"), bw_compiler=compiler("lazy backward"))
+    return made

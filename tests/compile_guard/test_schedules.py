@@ -182,7 +182,8 @@ def exploring() -> Iterator[Explorer]:
         yield Explorer()
 
 
-threads = st.lists(st.lists(st.sampled_from(sorted(set(OPERATIONS) - {"fork"})), min_size=1, max_size=3), min_size=2, max_size=3)
+operations = st.sampled_from(sorted(set(OPERATIONS) - {"fork"}))
+threads = st.lists(st.lists(operations, min_size=1, max_size=3), min_size=2, max_size=3)
 
 
 @pytest.mark.stress
