@@ -21,10 +21,15 @@ from typing import Any
 
 
 class Nursery:
-    """Starts `python -m compile_guard.hazards ARGUMENTS` without starting Python; a context manager."""
+    """Starts `python -m compile_guard.hazards ARGUMENTS` without starting Python; a context manager.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-X", "faulthandler", "-m", "compile_guard.hazards", "--nursery"]
+    Args:
+        environment: of the process that is forked from.
+        serving: module, and its arguments, that ends in `serve()`.
+    """
+
+    def __init__(self, environment: Mapping[str, str], serving: Sequence[str] = ("compile_guard.hazards", "--nursery")) -> None:
+        command = [sys.executable, "-X", "faulthandler", "-m", *serving]
         # Not buffered: what is in a buffer, `select` does not see.
         self._process = subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
