@@ -11,7 +11,7 @@ WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types hazards clean
+.PHONY: demo test lint types hazards matrix clean
 
 # torch first and pinned: an open requirement, met by a later step, would pull the newest CUDA build of several gigabytes.
 $(READY): pyproject.toml
@@ -37,5 +37,9 @@ test: $(READY) lint types
 hazards: $(READY)
 	$(BIN)/python -m compile_guard.hazards --table
 
+# Each torch in an environment of its own: tests, doctor and a short stress; written to docs/matrix.md.
+matrix:
+	$(PYTHON) .ci/matrix
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix .pytest_cache .mypy_cache .ruff_cache .hypothesis

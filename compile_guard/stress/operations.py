@@ -272,7 +272,7 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], int]] = {
     "construct": (World.construct, 1),
     "draw": (World.draw, 1),
     "eager": (World.eager, 1),
-    "fork": (World.fork, 200),
+    "fork": (World.fork, 800),
 }
 """By the name that programs use; and the time that each takes, in about 4 ms."""
 
@@ -282,4 +282,4 @@ MAY_COMPILE = frozenset({"call", "module", "cold", "compile"})
 
 def rounds_between(threads: Iterable[Iterable[str]]) -> int:
     """In every how manieth round of exploration a program shall run: the dear ones seldom."""
-    return 1 + sum(OPERATIONS[name][1] for thread in threads for name in thread) // 12
+    return 1 + sum(OPERATIONS[name][1] for thread in threads for name in thread) // 6
