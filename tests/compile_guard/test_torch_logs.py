@@ -38,19 +38,25 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_torch_logs_shows_findings_once_each() -> None:
     shown = run(TORCH_LOGS="+compile_guard").stderr
-    assert shown.count("runs eager from now on, in every thread and on every device [recompile-limit]") == 1
-    assert "[recompile-limit]" not in run().stderr
+    title = "runs eager from now on for inputs it is not compiled for, in every thread and on every device [recompile-limit]"
+    assert shown.count(title) == 1
+    assert shown.count("is compiled, but ran eager [eager-call]") == 1, "of two calls that ran eager"
+    silent = run().stderr
+    assert "[recompile-limit]" not in silent
+    assert "[eager-call]" not in silent
 
 
 def test_torch_trace_has_each_finding_as_an_artifact(tmp_path: Path) -> None:
     run(TORCH_TRACE=str(tmp_path))
     (log,) = tmp_path.iterdir()
     lines = log.read_text().splitlines()
-    (at,) = [number for number, line in enumerate(lines) if '"compile_guard_finding"' in line]
-    assert json.loads(lines[at][lines[at].index("{") :])["artifact"] == {"name": "compile_guard_finding", "encoding": "json"}
-    payload = json.loads(lines[at + 1].strip())
-    assert (payload["code"], payload["prevented"]) == ("recompile-limit", False)
-    assert payload["now"]["tid"] > 0
+    found = [number for number, line in enumerate(lines) if '"compile_guard_finding"' in line]
+    for at in found:
+        artifact = json.loads(lines[at][lines[at].index("{") :])["artifact"]
+        assert artifact == {"name": "compile_guard_finding", "encoding": "json"}
+    payloads = [json.loads(lines[at + 1].strip()) for at in found]
+    assert [(each["code"], each["prevented"]) for each in payloads] == [("recompile-limit", False), ("eager-call", False)]
+    assert all(each["now"]["tid"] > 0 for each in payloads)
 
 
 @pytest.mark.parametrize("slow_in", ["the compiler", "the program"])
