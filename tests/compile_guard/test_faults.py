@@ -198,24 +198,6 @@ def test_sigterm_ends_a_process_whose_threads_compile(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGTERM, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(("sent", "status"), [("SIGTERM", 7), ("SIGINT", 7)])
-def test_a_signal_in_main_while_it_compiles_among_others_ends_the_program_cleanly(
-    tmp_path: Path, sent: str, status: int
-) -> None:
-    program = f"""
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-threading.Timer(0.2, os.kill, (os.getpid(), signal.{sent})).start()
-try:
-    compile_some()
-except KeyboardInterrupt:
-    sys.exit(7)
-finally:
-    stop.set()
-"""
-    done = ends(program, tmp_path)
-    assert done.returncode == status, done.stderr[-3000:]
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_event_log_stops_no_compile(
     guard: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -75,9 +75,19 @@ def test_count_that_a_thread_has_set_itself_stays(step: Any, compiles: list[bool
 
 
 def test_lost_autocast_is_told_once_it_costs_a_compile(step: Any, compiles: list[bool]) -> None:
-    with torch.autocast("cpu"):
+    """In a thread that was there before the block: one that is started inside has its starter's autocast."""
+    compiled = threading.Event()
+
+    def here() -> None:
+        with torch.autocast("cpu"):
+            step(x)
+        compiled.set()
+
+    def old() -> None:
+        wait(compiled)
         step(x)
-        run_in_threads(lambda: step(x))
+
+    run_in_threads(old, here)
     assert len(compiles) == 2
     (found,) = compile_guard.findings()
     assert (found.code, found.prevented) == ("global-state", False)
