@@ -1,6 +1,6 @@
 """What the guard costs: a warm call, warm calls from several threads, and the cold start of one function in N threads.
 
-    python -m benchmarks.guard_overhead [--rounds 101] [--trace DIR] [--json FILE]
+    python -m benchmarks.guard_overhead [--rounds 501] [--trace DIR] [--json FILE]
 
 Bare and guarded are interleaved within one process, round by round and each first in turn, because machines drift: the
 ratio and the difference are those of a round, and their medians are reported. A guarded sample uses a wrapper made under the
@@ -11,6 +11,7 @@ Cold starts need a fresh process each, bare and guarded in turn.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -26,9 +27,9 @@ import torch
 
 import compile_guard
 
-CALLS = 2_000
-"""Calls of a sample: short, so that both sides of a round see the same machine."""
-WARM_UP = 1_000
+CALLS = 400
+"""Calls of a sample: short, so that both sides of a round see the same machine; many rounds instead."""
+WARM_UP = 200
 """Calls before each sample: putting the seams in or out empties CPython's inline caches."""
 WARM_THREADS = (1, 2, 4)
 COLD_THREADS = (1, 6)
@@ -40,7 +41,8 @@ def tiny(x: torch.Tensor) -> torch.Tensor:
 
 
 def seconds_per_call(call: Callable[[torch.Tensor], torch.Tensor], num_threads: int) -> float:
-    """Wall seconds of a call, each thread making `CALLS / num_threads` of them."""
+    """Wall seconds of a call, each thread making `CALLS / num_threads` of them. No garbage is collected meanwhile, as in
+    `timeit`: a pass over all that torch has made takes longer than a sample."""
     x = torch.ones(1)
     per_thread = CALLS // num_threads
     barrier = threading.Barrier(num_threads + 1)
@@ -56,10 +58,12 @@ def seconds_per_call(call: Callable[[torch.Tensor], torch.Tensor], num_threads: 
     threads = [threading.Thread(target=work) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
+    gc.disable()
     barrier.wait()
     began = time.perf_counter()
     barrier.wait()
     spent = time.perf_counter() - began
+    gc.enable()
     for thread in threads:
         thread.join()
     return spent / (per_thread * num_threads)
@@ -171,7 +175,7 @@ def cold(rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print a table, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=101, help="rounds of warm calls")
+    parser.add_argument("--rounds", type=int, default=501, help="rounds of warm calls")
     parser.add_argument("--cold-rounds", type=int, default=3, help="fresh processes for each cold start; 0 leaves them out")
     parser.add_argument("--trace", metavar="DIR", help="have the guard log events into this folder meanwhile")
     parser.add_argument("--json", help="write the figures to this file")

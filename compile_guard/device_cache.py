@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from compile_guard import fork, torch_seams
-from compile_guard.entry import counted_dispatch
+from compile_guard.entry import gated_dispatch
 from compile_guard.findings import findings, mode_from_environment
 from compile_guard.install import install
 from compile_guard.single_flight import device_of_clone
@@ -89,7 +89,7 @@ class DeviceCache:
                 if self.options.recompile_limit is not None:
                     torch_seams.recompile_limits[clone.__code__] = self.options.recompile_limit
                 compiled = torch.compile(clone, **self.options.torch_options)
-                # The dispatcher counts the call itself; torch's own wrapper is enough behind it.
+                # The dispatcher is an entry itself; torch's own wrapper is enough behind it.
                 compiled = getattr(compiled, "_compile_guard_inner", compiled)
                 self._codes[device] = clone.__code__
                 self._compiled[device] = compiled
@@ -116,23 +116,17 @@ class DeviceCache:
 class _Bound(dict["torch.device", Callable[..., Any]]):
     """What one wrapper calls, by device: a plain dict on the warm path, and an attribute for the CPU."""
 
-    cpu: Callable[..., Any]
+    __slots__ = ("__weakref__", "_cache", "arguments", "cpu")  # the fastest attribute there is
     __hash__ = object.__hash__  # type: ignore[assignment]  # held weakly, by identity
 
     def __init__(self, cache: DeviceCache, arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self._cache = cache
         self.arguments = arguments
+        self.cpu: Callable[..., Any] | None = None
 
     def __missing__(self, device: torch.device) -> Callable[..., Any]:
         return self._cache.bind(self, device)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name != "cpu":
-            raise AttributeError(name)
-        import torch
-
-        return self[torch.device("cpu")]
 
     def keep(self, device: torch.device, compiled: Callable[..., Any]) -> None:
         """What is called from now on for a device."""
@@ -144,7 +138,7 @@ class _Bound(dict["torch.device", Callable[..., Any]]):
         """Ask the cache again at the device's next call."""
         self.pop(device, None)
         if device.type == "cpu":
-            vars(self).pop("cpu", None)
+            self.cpu = None
 
 
 def clone_function(function: types.FunctionType, suffix: str) -> types.FunctionType:
@@ -233,9 +227,9 @@ def dispatcher(cache: DeviceCache, like: Callable[..., Any], bound: tuple[Any, .
     def device_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         return device_of(args + bound, kwargs)
 
-    dispatch = counted_dispatch(cache.bound(bound), device_of_call, torch.Tensor)
+    dispatch = gated_dispatch(cache.bound(bound), device_of_call, torch.Tensor)
     # A graph break may call us with Dynamo watching; and when it inlines us it shall see the function, not the dispatch.
-    for function in (device_of_call, device_of, DeviceCache.bind, _Bound.__missing__, _Bound.__getattr__, _Bound.keep):
+    for function in (device_of_call, device_of, DeviceCache.bind, _Bound.__missing__, _Bound.keep):
         torch_seams.skip_code(function.__code__)
     functools.update_wrapper(dispatch, like)
     dispatch._torchdynamo_inline = like  # type: ignore[attr-defined]

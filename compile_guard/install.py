@@ -33,7 +33,7 @@ def install(mode: Mode | None = None) -> None:
     """Make this process safe to call `torch.compile`, `torch.fx`, `make_fx` and `torch.export` from several threads.
 
     Call it once, before the threads start; calling it again only changes the mode. Functions that are compiled already are
-    covered as well, but for what `reset` needs to count calls exactly and for single-flight.
+    covered as well, but for single-flight: see `guarded`.
 
     Args:
         mode: what becomes of findings: `record`, `warn` (the default) or `raise`; `off` installs nothing.

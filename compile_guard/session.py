@@ -40,7 +40,7 @@ class exclusive(ContextDecorator):
 
 
 def guarded(compiled: Any) -> Any:
-    """Count and gate the calls of something that was compiled before `install()`; a decorator.
+    """Single-flight for something that was compiled before `install()`; a decorator.
 
     What is compiled afterwards needs it not, and is returned as it is.
 

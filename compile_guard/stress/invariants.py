@@ -33,7 +33,6 @@ def guard_state() -> dict[str, Any]:
         "the lock's owner": TRACE_LOCK.owner,
         "waiting threads": waits.waiting(),
         "live traces": num_live_traces(),
-        "compiled calls": entry.num_running(),
         "the gate is closed": entry.is_gate_closed(),
     }
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import CodeType, FrameType
 from typing import Any
 
-from compile_guard.entry import RETRYING_CODES, counted_entry
+from compile_guard.entry import RETRYING_CODES, gated_entry
 from compile_guard.patching import Patches
 from compile_guard.single_flight import DynamoFrame, SingleFlight
 from compile_guard.torch_seams._seam import Seam, is_compiled_call, notify_compile, skip_code
@@ -117,7 +117,7 @@ def _single_flight(patches: Patches) -> None:
 
 
 def _compiled_entry(patches: Patches) -> None:
-    """Put the counted entry around what `torch.compile` makes from now on."""
+    """Put the gated entry around what `torch.compile` makes from now on."""
     from torch._dynamo import eval_frame
 
     optimize = eval_frame.OptimizeContext
@@ -125,17 +125,17 @@ def _compiled_entry(patches: Patches) -> None:
     for code in RETRYING_CODES:
         skip_code(code)
 
-    def make_counted(self: Any, fn: Any) -> Any:
+    def make_gated(self: Any, fn: Any) -> Any:
         made = make(self, fn)
         code = getattr(made, "__code__", None)
         return with_entry(made) if code is not None and is_compiled_call(code) else made
 
-    patches.set_attribute(optimize, "__call__", make_counted)
+    patches.set_attribute(optimize, "__call__", make_gated)
 
 
 def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The counted entry of torch's compiled-call wrapper, which torch takes for that wrapper."""
-    entry = counted_entry(compiled)
+    """The gated entry of torch's compiled-call wrapper, which torch takes for that wrapper."""
+    entry = gated_entry(compiled)
     if hasattr(compiled, "_torchdynamo_wrapper_id"):
         entry._torchdynamo_wrapper_id = id(entry)  # type: ignore[attr-defined]
     return entry
@@ -165,6 +165,6 @@ def _dynamic_config(patches: Patches) -> None:
 
 SEAMS = (
     Seam("single_flight", "one compile where several threads miss the same cache", _single_flight),
-    Seam("compiled_entry", "compiled calls are counted, and may be asked to begin again", _compiled_entry),
+    Seam("compiled_entry", "compiled calls stop at the gate, and may be asked to begin again", _compiled_entry),
     Seam("dynamic_config", "`dynamic=` is in force for its own compile alone", _dynamic_config, config_is_global),
 )

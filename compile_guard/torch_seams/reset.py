@@ -26,8 +26,8 @@ def _reset_gate(patches: Patches) -> None:
     counting = threading.Lock()
 
     def gated_callback(callback: Any) -> Any:
-        # Reached by compiled calls that have no entry of ours: they wait as if not yet inside. Those that are counted have
-        # been let in already, and the reset waits for them.
+        # Reached by compiled calls that have no entry of ours: they wait as if not yet inside. Those that have one were
+        # let in already, and the reset waits for them.
         # (Disabled functions come here too, and pass.)
         caller = sys._getframe(1)
         if gate.is_closed_for_me() and is_compiled_call(caller.f_code) and not _inside_a_call(caller):
@@ -62,7 +62,7 @@ def _reset_gate(patches: Patches) -> None:
 
 
 def _inside_a_call(frame: FrameType | None) -> bool:
-    """Whether the compiled-call wrapper whose frame this is was counted, or has another one further out."""
+    """Whether the compiled-call wrapper whose frame this is has an entry, or another one further out."""
     assert frame is not None
     while (frame := frame.f_back) is not None:
         if frame.f_code in RETRYING_CODES or is_compiled_call(frame.f_code):

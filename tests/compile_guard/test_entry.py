@@ -420,7 +420,7 @@ def test_resets_under_load_crash_nothing(guard: Any, compiler: Any) -> None:
     assert min(run_in_threads(call, call, reset)[:2]) > 0
 
 
-def test_a_call_that_raises_is_counted_out(guard: Any, puppet: MakePuppet) -> None:
+def test_reset_does_not_wait_for_a_call_that_raised(guard: Any, puppet: MakePuppet) -> None:
     @torch._dynamo.disable
     def fail() -> None:
         raise LookupError
@@ -442,16 +442,16 @@ def test_retry_leaves_a_call_on_no_exception_path_of_the_user(guard: Any) -> Non
     assert not issubclass(entry.RetryCompiledCall, Exception)
 
 
-def test_guarded_counts_what_was_compiled_before_install(clean: None, puppet: MakePuppet) -> None:
+def test_guarded_puts_an_entry_around_what_was_compiled_before_install(clean: None, puppet: MakePuppet) -> None:
     compile_guard.install()
     compile_guard.uninstall()
     early, early_module = torch.compile(step, backend="eager"), torch.compile(Break(), backend="eager")
     expected = early_module(x)
-    counted, counted_module = compile_guard.guarded(early), compile_guard.guarded(early_module)
-    assert torch.equal(counted(x), step(x))
-    assert counted_module is early_module
-    torch.testing.assert_close(counted_module(x), expected)
-    assert compile_guard.guarded(counted) is counted
+    entered, entered_module = compile_guard.guarded(early), compile_guard.guarded(early_module)
+    assert torch.equal(entered(x), step(x))
+    assert entered_module is early_module
+    torch.testing.assert_close(entered_module(x), expected)
+    assert compile_guard.guarded(entered) is entered
     late = torch.compile(step, backend="eager")
     assert compile_guard.guarded(late) is late
     ours = compile_guard.compile(step, backend="eager")
