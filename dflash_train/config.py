@@ -64,6 +64,9 @@ class TargetConfig:
     spread: int = 1
     """Devices that hold one copy together, layer by layer, for a target that one has no room for: with 2, target devices
     0-3 are two target threads."""
+    cuda_graph: bool = True
+    """On a GPU, run batches as a CUDA graph where the target can be captured (the run says whether): one launch in place of
+    several hundred, each of which waits for the interpreter lock among the other threads."""
     seed: int = 0
     """Seed of the `tiny` target's weights; unused otherwise."""
 

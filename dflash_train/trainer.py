@@ -46,7 +46,8 @@ from dflash_train.replica import learning_rate
 from dflash_train.run_setup import alike_always, choose_checkpoint, load_parts
 from dflash_train.stop_signals import StopSignals
 from dflash_train.summary import summarise
-from dflash_train.targets import LoadTarget, load_target
+from dflash_train.target_graph import capture
+from dflash_train.targets import LoadTarget, Target, load_target
 
 Report = Callable[[str], None]
 
@@ -203,6 +204,9 @@ class _Run:
         dtype = getattr(torch, self.config.train.dtype)
         for target in dict.fromkeys(self.targets):
             made = with_states(batch, target)
+            if isinstance(target, Target) and target.device.type == "cuda" and self.config.target.cuda_graph:
+                # Before there are threads, and in the shape that every batch of the run has.
+                self.report(capture(target, batch.rows.to(target.device)))
         for replica in self.replicas:
             if self.signals.received:
                 return
