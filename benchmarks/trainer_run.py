@@ -108,7 +108,7 @@ def judged_run(
 
     def note(line: str) -> None:
         lines.append(line)
-        if line.startswith(("warmed up", "step ")):
+        if line.startswith(("warmed up", "step ", "target ")):
             print("  " + line[:200], flush=True)
         if say is not None:
             say(line)

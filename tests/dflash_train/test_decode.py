@@ -11,7 +11,7 @@ from decoding import TARGETS, WAYS, oracle, random_prompts, tiny_decoder
 from tiny import hidden_states, make_anchors, make_rows, qwen3, spread, tiny_config, tiny_drafter, tiny_vocabulary
 from torch import Tensor, nn
 
-from dflash_train import caches, decode
+from dflash_train import decode
 from dflash_train.caches import DrafterCache, ReplayCache, SlotCache, open_cache
 from dflash_train.config import ConfigError
 from dflash_train.ddtree import build_tree, chain_tree
