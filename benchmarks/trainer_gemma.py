@@ -84,7 +84,7 @@ def prepare(root: Path, path: str | None) -> None:
         write_documents(root / "data", random_documents(64, (100, 180), 40, 260), 264)
         return
     if path is None:
-        _random_gemma().save_pretrained(root / "target")
+        random_gemma().save_pretrained(root / "target")
     else:
         save_weights(path, root / "target")
     print(f"target ready after {time.perf_counter() - began:.1f} s", flush=True)
@@ -102,7 +102,7 @@ def prepare(root: Path, path: str | None) -> None:
     print(f"documents ready after {time.perf_counter() - began:.1f} s", flush=True)
 
 
-def _random_gemma() -> Any:
+def random_gemma() -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(18)]
