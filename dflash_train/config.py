@@ -387,6 +387,13 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
+    def __post_init__(self) -> None:
+        _require(
+            not (self.eval.every and self.data.hidden),
+            f"eval.every = {self.eval.every} decodes with the target, and data.hidden = {self.data.hidden!r} trains without "
+            "one; set eval.every = 0 and run `dflash-train eval` afterwards, or leave data.hidden empty",
+        )
+
 
 def field_names(section: type) -> list[str]:
     """Names of a section's fields, in order."""

@@ -85,11 +85,11 @@ def load_parts(
     loaded: dict[tuple[torch.device, ...], Target | CachedTarget] = {}
     documents = Documents(Path(config.data.path)) if config.data.path else None
     for group in dict.fromkeys(groups):
-        loaded[group] = _load_target(config, documents, group, load)
+        loaded[group] = open_target(config, documents, group, load)
         loaded[group].check(config.drafter)
     first = loaded[groups[0]]
     documents = documents or _make_data(config, run, hosts, first)
-    data = _pack(config, documents)
+    data = pack_rows(config, documents)
     dtype = getattr(torch, config.train.dtype)
     vocabularies: dict[torch.device, Vocabulary] = {}
     devices = parse_devices(config.train.drafter_devices, "drafter")
@@ -106,22 +106,18 @@ def load_parts(
         replicas=replicas,
         source=Source(data, config, topology, progress.step, progress.place),
         progress=progress,
-        held_out=_held_out(config, first) if config.eval.every and hosts.rank == 0 else None,
+        held_out=HeldOut(config, first) if isinstance(first, Target) and config.eval.every and hosts.rank == 0 else None,
     )
 
 
-def _held_out(config: RunConfig, target: Target | CachedTarget) -> HeldOut:
-    if isinstance(target, CachedTarget):
-        raise ConfigError(
-            f"eval.every = {config.eval.every} decodes with the target, and data.hidden = {config.data.hidden!r} trains "
-            "without one; set eval.every = 0 and run `dflash-train eval` afterwards, or leave data.hidden empty"
-        )
-    return HeldOut(config, target)
-
-
-def _load_target(
+def open_target(
     config: RunConfig, documents: Documents | None, group: tuple[torch.device, ...], load: LoadTarget
 ) -> Target | CachedTarget:
+    """The target of a target thread, or what stands for it: hidden states on disk, if `data.hidden` names some.
+
+    Raises:
+        ConfigError, TargetError: it cannot be read, or does not belong to the documents.
+    """
     if not config.data.hidden:
         return load(config.target, config.drafter.taps, *group)
     assert documents is not None  # the config sees to it
@@ -138,7 +134,12 @@ def _make_data(config: RunConfig, run: Path, hosts: Hosts, target: Target | Cach
     return Documents(folder)
 
 
-def _pack(config: RunConfig, documents: Documents) -> PackedDocuments:
+def pack_rows(config: RunConfig, documents: Documents) -> PackedDocuments:
+    """The documents as rows.
+
+    Raises:
+        ConfigError: they were made by a tokenizer that does not fit.
+    """
     if documents.manifest.vocab_size > config.drafter.vocab_size:
         raise ConfigError(
             f"the data was made by a tokenizer of {documents.manifest.vocab_size} ids, more than drafter.vocab_size = "
