@@ -14,20 +14,11 @@ import torch
 from dflash_train.anchors import draw_anchors
 from dflash_train.config import ConfigError, RunConfig
 from dflash_train.data import Documents, read_manifest
+from dflash_train.devices import group_name, parse_devices, target_groups
 from dflash_train.drafter_files import weight_shapes
 from dflash_train.hidden_cache import CachedTarget
 from dflash_train.packing import PackedRows
-from dflash_train.pipeline import (
-    Batch,
-    Source,
-    Topology,
-    group_name,
-    hand_over,
-    parse_devices,
-    receive,
-    target_groups,
-    with_states,
-)
+from dflash_train.pipeline import Batch, Source, Topology, hand_over, receive, with_states
 from dflash_train.replica import Replica
 from dflash_train.run_setup import open_target, pack_rows
 from dflash_train.target_graph import capture

@@ -13,10 +13,11 @@ from dflash_train.averaging import Hosts
 from dflash_train.checkpoint import Checkpoint, Progress, changes, checkpoints, read_checkpoint
 from dflash_train.config import ConfigError, RunConfig
 from dflash_train.data import MANIFEST, Documents
+from dflash_train.devices import group_name, parse_devices, target_groups
 from dflash_train.held_out import HeldOut
 from dflash_train.hidden_cache import CachedTarget
 from dflash_train.packing import PackedDocuments
-from dflash_train.pipeline import Source, Topology, group_name, parse_devices, target_groups
+from dflash_train.pipeline import Source, Topology
 from dflash_train.replica import Replica
 from dflash_train.targets import LoadTarget, Target
 from dflash_train.tiny_data import make_tiny_data

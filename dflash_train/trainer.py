@@ -23,25 +23,13 @@ from dflash_train.averaging import Hosts, combine
 from dflash_train.checkpoint import CheckpointWriter, Progress, Snapshot, checkpoints, mean_of, write
 from dflash_train.config import RunConfig
 from dflash_train.config_files import dump_config
+from dflash_train.crew import Clock, Crew, Meeting, Stopped, dump_stacks
+from dflash_train.devices import group_name, parse_devices, target_groups
 from dflash_train.held_out import HeldOut
 from dflash_train.live import Lane, LiveView
 from dflash_train.losses import LossSums, add_sums
 from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib
-from dflash_train.pipeline import (
-    Clock,
-    Crew,
-    Meeting,
-    Pipeline,
-    Stopped,
-    Topology,
-    dump_stacks,
-    group_name,
-    hand_over,
-    parse_devices,
-    receive,
-    target_groups,
-    with_states,
-)
+from dflash_train.pipeline import Pipeline, Topology, hand_over, receive, with_states
 from dflash_train.replica import learning_rate
 from dflash_train.run_setup import alike_always, choose_checkpoint, load_parts
 from dflash_train.stop_signals import StopSignals

@@ -146,7 +146,7 @@ def test_a_run_in_which_nothing_moves_is_ended_with_all_stacks(
 ) -> None:
     """A target that hangs."""
     release = threading.Event()
-    monkeypatch.setattr("dflash_train.pipeline.JOIN_S", 0.5)
+    monkeypatch.setattr("dflash_train.crew.JOIN_S", 0.5)
     original, hang = Target.states, nth(4)
 
     def states(target: Target, *arguments: torch.Tensor) -> object:
