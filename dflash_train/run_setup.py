@@ -19,6 +19,7 @@ from dflash_train.hidden_cache import CachedTarget
 from dflash_train.packing import PackedDocuments
 from dflash_train.pipeline import Source, Topology
 from dflash_train.replica import Replica
+from dflash_train.replicas import alike_always
 from dflash_train.targets import LoadTarget, Target
 from dflash_train.tiny_data import make_tiny_data
 from dflash_train.vocabulary import Vocabulary
@@ -43,11 +44,6 @@ class Parts:
             f"drafters in {config.train.dtype} on {', '.join(str(replica.device) for replica in self.replicas)}; {num_hosts} "
             f"hosts; {self.source.rows_per_step} rows of {config.data.row_length} tokens a step; {self.progress.data}"
         )
-
-
-def alike_always(config: RunConfig, topology: Topology) -> bool:
-    """Whether all drafters have the same weights after every step."""
-    return config.train.synchronise == "gradients" or topology.drafters == 1
 
 
 def choose_checkpoint(config: RunConfig, run: Path, resume: bool, report: Callable[[str], None]) -> Checkpoint | None:

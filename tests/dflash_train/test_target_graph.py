@@ -51,6 +51,17 @@ def experts() -> nn.Module:
     return spread(transformers.Qwen3MoeForCausalLM(config))
 
 
+def growing_rotation() -> nn.Module:
+    """RoPE whose base depends on the longest text that it has met."""
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=2, max_position_embeddings=64)
+    if hasattr(config, "rope_parameters"):
+        config.rope_parameters = {**rope, "rope_theta": 1e4}
+    else:
+        config.rope_scaling = rope
+    return spread(transformers.LlamaForCausalLM(config))
+
+
 @pytest.mark.parametrize("make", [qwen3, gemma3, mistral])
 def test_masks_of_our_own_give_the_states_of_the_masks_of_transformers(make: Callable[[], nn.Module]) -> None:
     target, rows = Target(spread(make()), (1, 3)), packed_rows()
@@ -72,8 +83,9 @@ def test_dense_targets_do_nothing_that_a_graph_cannot_hold(make: Callable[[], nn
     check_capturable(packed_pass(Target(spread(make()), (1, 3))), *inputs_of(packed_rows()))
 
 
-def test_experts_chosen_on_the_host_are_found_before_a_capture() -> None:
-    target = Target(experts(), (0, 1))
+@pytest.mark.parametrize("make", [experts, growing_rotation])
+def test_what_a_target_decides_on_the_host_is_found_before_a_capture(make: Callable[[], nn.Module]) -> None:
+    target = Target(make(), (0, 1))
     with pytest.raises(NotCapturable, match="waits for a value on the host"):
         check_capturable(packed_pass(target), *inputs_of(packed_rows()))
 
@@ -120,7 +132,7 @@ def test_replays_give_the_states_of_the_plain_pass(make: Callable[[], nn.Module]
     for seed, lengths in enumerate(([[24]] * 4, LAYOUT[::-1], [[2] * 12] * 4)):
         rows = packed_rows(list(lengths), seed).to("cuda")
         states = target.states_of(rows)
-        assert difference_from_plain(target, rows, states.taps, states.final) < (1e-4 if dtype == torch.float32 else 0.05)
+        assert difference_from_plain(target, rows, states.taps, states.final) < (1e-4 if dtype == torch.float32 else 0.1)
         kept.append((rows, states.final))
     for rows, final in kept:
         assert torch.equal(target.states_of(rows).final, final)
