@@ -219,7 +219,7 @@ def tell_modes(root: Path, steps: int, begun: dict[str, Future[Ended]]) -> dict[
         print("\n".join(said if ended.how == "finished" else last_stacks(ended.text) if ended.late else said[-40:]))
         figures = root / label.rpartition(" ")[2] / "figures.json"
         results[label] = json.loads(figures.read_text("utf-8")) if figures.is_file() else {"ended": ended.how}
-        done = results[label].get("step", 0)
+        done = results[label].get("step") or 0
         report(f"{label}: {steps} steps, and every bound of it", f"{done} steps, {ended.how}"[:40], _whole(ended, done, steps))
     return results
 
