@@ -72,6 +72,18 @@ def select_lines(source: str, folder: Path) -> Path:
     return out
 
 
+def save_weights(path: str, folder: Path) -> None:
+    """A target as a folder of bf16 weights."""
+    loaded: Any = load_target(TargetConfig(path=path, dtype="bfloat16"), ()).model
+    # What came from a .gguf file counts as quantised there and cannot be saved: a model of its own takes the weights.
+    config = copy.deepcopy(loaded.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain: Any = type(loaded)(config).to(torch.bfloat16)
+    plain.load_state_dict(loaded.state_dict())
+    plain.save_pretrained(folder)
+
+
 def convert_target(path: str, template: str | None, folder: Path) -> str:
     """A .gguf file as a folder of bf16 weights and a fast tokenizer, made once; anything else is what it is."""
     if not path.endswith(".gguf"):
@@ -79,14 +91,7 @@ def convert_target(path: str, template: str | None, folder: Path) -> str:
     if not (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(path, template)
         assert isinstance(tokenizer, TemplateTokenizer)
-        loaded: Any = load_target(TargetConfig(path=path, dtype="bfloat16"), ()).model
-        # What came from a .gguf file counts as quantised there and cannot be saved: a model of its own takes the weights.
-        config = copy.deepcopy(loaded.config)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        plain: Any = type(loaded)(config).to(torch.bfloat16)
-        plain.load_state_dict(loaded.state_dict())
-        plain.save_pretrained(folder)
+        save_weights(path, folder)
         tokenizer._tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -4,13 +4,15 @@
 
 Random weights, bf16, 53.8 GB, made on the GPU; three of four layers are GatedDeltaNet, which `transformers` runs in plain
 torch where its kernels are not installed. Drafter: the preset `qwen3.6-27b`, 512 anchors of 16 in each row. Prints where the
-time goes by thread. Without a GPU it runs in a tiny size, which shows
-only that it runs.
+time goes by thread. 15 s before `--limit` the run is ended as by SIGTERM; at the limit the process ends, with the stacks of all
+threads. The target runs kernel by kernel: a recurrent one has its documents run by themselves, in shapes that
+change, so that there is no CUDA graph. Without a GPU it runs in a tiny size, which shows only that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import sys
 import tempfile
@@ -88,6 +90,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for all (%(default)s)")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
+    faulthandler.dump_traceback_later(options.limit, exit=True)
     compile_guard.install("record")
     # The last save, of 21 GB with the moments, is no part of this.
     trainer._Run._snapshot = lambda run: None  # type: ignore[method-assign,assignment,return-value]
@@ -103,6 +106,7 @@ def main() -> int:
         run = judged_run("1 target, 1 drafter", config, root / "run", limit_s=limit, load=make_target)
     print(json.dumps(environment()))
     write_json(options.json, {"trainer_27b": run.figures()})
+    faulthandler.cancel_dump_traceback_later()
     return verdict()
 
 

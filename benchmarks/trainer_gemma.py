@@ -1,15 +1,18 @@
 """The trainer on one GPU with a real small target: 1 target and 3 drafter threads, beside SpecForge's core in a plain loop.
 
-    python -m benchmarks.trainer_gemma [--target DIR|GGUF] [--steps 500] [--limit 300] [--unguarded 10] [--json FILE]
+    python -m benchmarks.trainer_gemma [--target DIR|GGUF] [--steps 500] [--limit 300] [--parts …] [--json FILE]
 
 Gemma 3 270M (random weights of its shape without `--target`), 1,024 documents of 233 to 313 tokens that it writes itself
 (random ones with random weights), the last 160 supervised, 40 anchors in each, blocks of 8, drafter of 4 layers, bf16.
 
-1. SpecForge's `OnlineDFlashModel` (flex, AdamW), the target's forward in the same loop, batches of 48 documents.
-2. The trainer: with the fused loss and global batches of about 48 documents; with the reference loss in both checkpoint modes
-   and batches of 24. No finding and no compile may come after the warm-up.
-3. The same program with the guard off, each run a process with a time limit: without the warm-up, so that the drafter threads
-   compile at once, and as it is (half as many runs), warmed up in turn; beside them the former with the guard.
+`specforge`: SpecForge's `OnlineDFlashModel` (flex, AdamW), the target's forward in the same loop, batches of 48 documents.
+`train`: the trainer with the fused loss: batches of 48 documents for each drafter, then 48 spread over the 3 drafters;
+briefly the latter with another `sys.setswitchinterval`, and without the target's CUDA graph.
+`modes`: the trainer with the reference loss in both checkpoint modes, batches of 24 over the 3 drafters, each `--steps` steps
+in a process of its own, both at once. No finding and no compile may come after the warm-up.
+`unguarded`: a short run in many processes at once, beside `modes` if that is asked for as well: guard off and on, without the
+warm-up, so that the drafter threads compile at once; and guard off with it. Of guarded runs that do not end in time the stacks
+are shown.
 
 Without a GPU all of it runs in a tiny size, which shows only that it runs. Exits with 1 if a bound does not hold.
 """
@@ -17,16 +20,17 @@ Without a GPU all of it runs in a tiny size, which shows only that it runs. Exit
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,8 @@ import torch
 
 import compile_guard
 from benchmarks.measure import environment, write_json
+from benchmarks.processes import Ended, dump_when_late, last_stacks, run_process
+from benchmarks.road_parts import save_weights
 from benchmarks.specforge_side import make_online
 from benchmarks.trainer_run import judged_run, random_documents, report, verdict, write_documents
 from dflash_train import trainer
@@ -49,6 +55,8 @@ DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 BATCH, ANCHORS, ANSWER, DOCUMENTS = 48, 40, 160, 1024
 BOUND = 1.3
 """Times SpecForge's rate."""
+BRIEF_S = 12.0
+"""Seconds of a run that is only compared."""
 TOPOLOGY = ["train.target_devices=cuda:0", "train.drafter_devices=cuda:0,cuda:0,cuda:0"]
 
 
@@ -76,10 +84,9 @@ def prepare(root: Path, path: str | None) -> None:
         write_documents(root / "data", random_documents(64, (100, 180), 40, 260), 264)
         return
     if path is None:
-        _random_gemma().save_pretrained(root / "target")
+        random_gemma().save_pretrained(root / "target")
     else:
-        loaded = load_target(TargetConfig(path=path, dtype="bfloat16"), ())
-        loaded.model.save_pretrained(root / "target")  # type: ignore[operator]
+        save_weights(path, root / "target")
     print(f"target ready after {time.perf_counter() - began:.1f} s", flush=True)
     model: Any = load_target(TargetConfig(path=str(root / "target"), dtype="bfloat16"), (), DEVICE).model
     drawn = random_documents(DOCUMENTS, (73 + ANSWER, 153 + ANSWER), 0, 262144)
@@ -95,7 +102,7 @@ def prepare(root: Path, path: str | None) -> None:
     print(f"documents ready after {time.perf_counter() - began:.1f} s", flush=True)
 
 
-def _random_gemma() -> Any:
+def random_gemma() -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(18)]
@@ -170,55 +177,92 @@ def specforge(config: RunConfig, target: Target, documents: Documents, steps: in
 
 def child(arguments: argparse.Namespace) -> int:
     """One run in this process; `--cold`: the drafter threads compile at once, each at its first batch."""
+    dump_when_late()
+    config, run = load_config(arguments.child), Path(arguments.run)
+    if arguments.label:
+        compile_guard.install("record")
+        judged = judged_run(arguments.label, config, run, limit_s=arguments.limit if CUDA else None)
+        (run / "figures.json").write_text(json.dumps(judged.figures()), "utf-8")
+        return verdict()
     if arguments.cold:
         trainer._Run._warm_up = lambda run: None  # type: ignore[method-assign]
-    outcome = trainer.train(load_config(arguments.child), Path(arguments.run), report=lambda line: None)
+    outcome = trainer.train(config, run, report=lambda line: print(line, flush=True))
     print(f"finished {outcome.progress.step} steps")
     return 0
 
 
-KINDS = {"guard off, no warm-up": (False, True), "guard off": (False, False), "guard on, no warm-up": (True, True)}
+def command_of(root: Path, name: str, config: RunConfig, *more: str) -> list[str]:
+    path = root / f"{name}.toml"
+    path.write_text(dump_config(config), "utf-8")
+    return [sys.executable, "-m", "benchmarks.trainer_gemma", "--child", str(path), "--run", str(root / name), *more]
+
+
+REFERENCE = ["loss.implementation=reference", "loss.chunk_rows=2048", *(["data.rows_per_batch=2"] if CUDA else [])]
+
+
+def modes(root: Path, steps: int, seconds: float, pool: ThreadPoolExecutor) -> dict[str, Future[Ended]]:
+    """Begin the runs of both checkpoint modes, each in a process of its own."""
+    begun: dict[str, Future[Ended]] = {}
+    for mode in ("non-reentrant", "reentrant"):
+        label = f"reference loss, {mode}"
+        config = config_of(root, steps, *REFERENCE, f"loss.checkpoint={mode}")
+        command = command_of(root, mode, config, "--label", f"1 target, 3 drafters, {label}", "--limit", str(seconds - 15))
+        begun[label] = pool.submit(run_process, command, os.environ, root / f"{mode}.log", seconds)
+    return begun
+
+
+def tell_modes(root: Path, steps: int, begun: dict[str, Future[Ended]]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for label, future in begun.items():
+        ended = future.result()
+        said = [line for line in ended.text.splitlines() if "bounds do not hold" not in line]
+        print("\n".join(said if ended.how == "finished" else last_stacks(ended.text) if ended.late else said[-40:]))
+        figures = root / label.rpartition(" ")[2] / "figures.json"
+        results[label] = json.loads(figures.read_text("utf-8")) if figures.is_file() else {"ended": ended.how}
+        done = results[label].get("step") or 0
+        report(f"{label}: {steps} steps, and every bound of it", f"{done} steps, {ended.how}"[:40], _whole(ended, done, steps))
+    return results
+
+
+def _whole(ended: Ended, done: int, steps: int) -> bool:
+    return ended.how == "finished" and done == steps
+
+
+KINDS = {"guard on, no warm-up": (True, True), "guard off, no warm-up": (False, True), "guard off": (False, False)}
 """Whether the guard is on, and whether there is no warm-up."""
 
 
-def in_processes(root: Path, counts: dict[str, int], at_once: int, timeout: float) -> dict[str, Any]:
+def unguarded(root: Path, counts: dict[str, int], at_once: int, timeout: float) -> dict[str, Any]:
     """Run the program in processes of their own, with compile caches of their own, and tell how each ended."""
-    config = root / "child.toml"
     # Short, and small enough for all of them to share a GPU.
-    config.write_text(dump_config(config_of(root, 20 if CUDA else 3, "data.rows_per_batch=1")), "utf-8")
+    config = config_of(root, 20 if CUDA else 3, "data.rows_per_batch=1", "train.log_every=1")
 
-    def one(kind: str, number: int) -> str:
+    def one(kind: str, number: int) -> Ended:
         guard, cold = KINDS[kind]
-        place = root / f"{kind}-{number}".replace(" ", "-").replace(",", "")
-        caches = {"TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"), "TRITON_CACHE_DIR": str(place / "triton")}
+        name = f"{kind}-{number}".replace(" ", "-").replace(",", "")
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{root}/{name}-inductor", "TRITON_CACHE_DIR": f"{root}/{name}-triton"}
         environ = {**os.environ, **caches, "COMPILE_GUARD": "record" if guard else "off", "OMP_NUM_THREADS": "1"}
         environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        command = [sys.executable, "-m", "benchmarks.trainer_gemma", "--child", str(config), "--run", str(place / "run")]
-        command += ["--cold"] if cold else []
-        process = subprocess.Popen(
-            command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        try:
-            _, said = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its compilers as well: they hold the pipe
-            process.communicate()
-            return "did not end in time"
-        last = next((line for line in reversed(said.splitlines()) if "rror" in line), "")
-        return "finished" if process.returncode == 0 else f"exit {process.returncode}: {last.strip()[:200]}"
+        command = command_of(root, name, config, *(["--cold"] if cold else []))
+        return run_process(command, environ, root / f"{name}.log", timeout, nice=10)
 
     began = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
-        pending = {kind: [pool.submit(one, kind, i) for i in range(count)] for kind, count in counts.items()}
-        ends = {kind: [future.result() for future in futures] for kind, futures in pending.items()}
+        pending = {kind: [pool.submit(one, kind, i) for i in range(counts[kind])] for kind in KINDS}
+        ends = {kind: [future.result() for future in futures] for kind, futures in pending.items() if futures}
     print(f"\nprocesses of their own, {timeout:.0f} s each at most: {time.perf_counter() - began:.0f} s in all", flush=True)
-    for kind, how in ends.items():
-        finished, late = how.count("finished"), how.count("did not end in time")
-        shown = f"{finished} finished, {late} hung, {len(how) - finished - late} failed"
-        report(f"{kind}: of {len(how)} runs", shown, finished == len(how) if KINDS[kind][0] else None)
-        for end in sorted(set(how) - {"finished"}):
-            print(f"  {how.count(end)} x {end}", flush=True)
-    return ends
+    for kind, ended in ends.items():
+        hows = Counter(end.how for end in ended)
+        finished, late = hows["finished"], sum(end.late for end in ended)
+        shown = f"{finished} finished, {late} not in time, {len(ended) - finished - late} failed"
+        report(f"{kind}: of {len(ended)} runs", shown, finished == len(ended) if KINDS[kind][0] else None)
+        for how, count in hows.items():
+            if how != "finished":
+                print(f"  {count} x {how}", flush=True)
+        for end in ended if KINDS[kind][0] else ():
+            if end.late:
+                print("\n".join(["  where one of them was:", *(f"    {line}" for line in last_stacks(end.text))]), flush=True)
+    return {kind: [end.how for end in ended] for kind, ended in ends.items()}
 
 
 def main() -> int:
@@ -227,17 +271,21 @@ def main() -> int:
     parser.add_argument("--target", help="a folder or .gguf file of Gemma 3 270M; random weights without")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for all (%(default)s)")
-    parser.add_argument("--unguarded", type=int, default=10, help="runs with the guard off, of each kind (%(default)s)")
-    parser.add_argument("--at-once", type=int, default=18, help="of those at the same time (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for each of those (%(default)s)")
-    parser.add_argument("--parts", default="specforge,train,unguarded", help="(%(default)s)")
+    parser.add_argument("--unguarded", type=int, default=10, help="runs with the guard off, no warm-up (%(default)s)")
+    parser.add_argument("--guarded", type=int, default=3, help="with the guard on, no warm-up (%(default)s)")
+    parser.add_argument("--warmed", type=int, default=0, help="with the guard off, warmed up in turn (%(default)s)")
+    parser.add_argument("--at-once", type=int, default=13, help="of those at the same time (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each of those (%(default)s)")
+    parser.add_argument("--parts", default="specforge,train,modes,unguarded", help="(%(default)s)")
+    parser.add_argument("--switch-interval", type=float, default=5e-4, help="seconds, of the run compared (%(default)s)")
     parser.add_argument("--json", help="write the figures to this file")
-    for hidden in ("--child", "--run"):
+    for hidden in ("--child", "--run", "--label"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return child(options)
+    faulthandler.dump_traceback_later(options.limit + 15, exit=True)
     parts = options.parts.split(",")
     deadline = time.perf_counter() + options.limit
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -256,38 +304,58 @@ def main() -> int:
             results["specforge"] = peer
             del target
         if "train" in parts:
-            results |= train_all(root, options.steps, deadline, options, peer)
-        if "unguarded" in parts:
-            some = options.unguarded
-            counts = dict(zip(KINDS, (some, max(1, some // 2), max(1, some // 3)), strict=True))
-            timeout = min(options.timeout, max(30.0, deadline - time.perf_counter()))
-            results["processes"] = in_processes(root, counts, options.at_once, timeout)
+            results |= train_all(root, options, deadline if len(parts) < 3 else deadline - options.timeout, peer)
+        left = max(30.0, deadline - time.perf_counter())
+        with ThreadPoolExecutor(2) as pool:
+            begun = modes(root, options.steps, left, pool) if "modes" in parts else {}
+            if "unguarded" in parts:
+                numbers = (options.guarded, options.unguarded, options.warmed)
+                counts = dict(zip(KINDS, numbers, strict=True))
+                results["processes"] = unguarded(root, counts, options.at_once, min(options.timeout, left))
+            results |= tell_modes(root, options.steps, begun)
     print(json.dumps(environment()))
     write_json(options.json, {"trainer_gemma": results})
+    faulthandler.cancel_dump_traceback_later()
     return verdict()
 
 
 def train_all(
-    root: Path, steps: int, deadline: float, options: argparse.Namespace, peer: dict[str, float] | None
+    root: Path, options: argparse.Namespace, deadline: float, peer: dict[str, float] | None
 ) -> dict[str, Any]:
-    """The trainer with each loss, with what is left of the time."""
-    reference = ["loss.implementation=reference", "loss.chunk_rows=2048", *(["data.rows_per_batch=2"] if CUDA else [])]
-    kinds = {
-        "fused loss": ["loss.implementation=auto"],
-        "reference loss, non-reentrant": ["loss.checkpoint=non-reentrant", *reference],
-        "reference loss, reentrant": ["loss.checkpoint=reentrant", *reference],
-    }
-    reserve = options.timeout if "unguarded" in options.parts.split(",") else 0.0
+    """The trainer with the fused loss, with what is left of the time."""
+    each = ["data.rows_per_batch=12"] if CUDA else ["data.rows_per_batch=2"]
+    whole, brief = options.steps, max(8, options.steps // 2)
+    plans: list[tuple[str, int, list[str], float, bool]] = [
+        (f"batches of {BATCH} documents for each drafter", whole, each, 5e-3, True),
+        (f"batches of {BATCH} documents over the drafters", whole, [], 5e-3, True),
+        (f"the latter with a switch interval of {options.switch_interval} s", brief, [], options.switch_interval, False),
+        ("the latter without the target's CUDA graph", brief, ["target.cuda_graph=false"], 5e-3, False),
+    ]
     results: dict[str, Any] = {}
-    for index, (label, more) in enumerate(kinds.items()):
-        share = max(20.0, (deadline - reserve - time.perf_counter()) / (len(kinds) - index))
-        config = config_of(root, steps, *more)
-        run = judged_run(f"1 target, 3 drafters, {label}", config, root / f"run-{index}", limit_s=share if CUDA else None)
+    for index, (label, steps, more, interval, bound) in enumerate(plans):
+        ahead = sum(plan[-1] for plan in plans[index:])
+        left = deadline - time.perf_counter() - BRIEF_S * sum(not plan[-1] for plan in plans[index:])
+        share = max(15.0, left / ahead) if bound else BRIEF_S
+        config = config_of(root, steps, "loss.implementation=auto", *more)
+        with switch_interval(interval):
+            name, folder = f"1 target, 3 drafters, {label}", root / f"run-{index}"
+            run = judged_run(name, config, folder, limit_s=share if CUDA else None)
         results[label] = run.figures()
         if peer is not None:
             results[label]["of_specforge"] = ratio = run.tok_s / peer["tok_s"]
-            report("  of SpecForge's rate", f"{ratio:.2f}", ratio >= BOUND if CUDA and index == 0 else None)
+            report("  of SpecForge's rate", f"{ratio:.2f}", ratio >= BOUND if CUDA and bound else None)
     return results
+
+
+@contextmanager
+def switch_interval(seconds: float) -> Iterator[None]:
+    """How long a thread keeps the interpreter lock that another one wants; Python's own is 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Judged:
 
     def figures(self) -> dict[str, Any]:
         """For the JSON."""
-        last = self.records[-1]
+        last = self.records[-1] if self.records else {}
         shown = ("step", "loss", "accept", "target_wait", "drafter_wait", "bad_steps")
         return {
             "tok_s": self.tok_s,
@@ -67,7 +67,7 @@ class Judged:
             "memory_gib": self.memory_gib,
             "findings": list(self.outcome.findings),
             "threads": self.spent,
-            **{name: last[name] for name in shown},
+            **{name: last.get(name) for name in shown},
         }
 
 
@@ -108,7 +108,7 @@ def judged_run(
 
     def note(line: str) -> None:
         lines.append(line)
-        if line.startswith(("warmed up", "step ")):
+        if line.startswith(("warmed up", "step ", "target ")):
             print("  " + line[:200], flush=True)
         if say is not None:
             say(line)

@@ -91,14 +91,19 @@ def combine(drafters: Sequence[Sequence[Tensor]], hosts: Hosts, factor: float = 
     The sum runs in the order of the drafters on the first one's device, so it is the same in every run, and every
     drafter ends with the same bits. Copies between devices are ordered by torch with the streams of both.
     """
-    first, others = list(drafters[0]), drafters[1:]
+    first, others = list(drafters[0]), [list(drafter) for drafter in drafters[1:]]
     for other in others:
-        for total, part in zip(first, other, strict=True):
-            total.add_(part.to(total.device))
+        if _beside(first, other):
+            torch._foreach_add_(first, other)
+        else:  # one at a time: a copy of all of them would take as much room again
+            for total, part in zip(first, other, strict=True):
+                total.add_(part.to(total.device))
     hosts.sum(first)
     if factor != 1.0:
-        for total in first:
-            total.mul_(factor)
+        torch._foreach_mul_(first, factor)
     for other in others:
-        for total, part in zip(first, other, strict=True):
-            part.copy_(total)
+        torch._foreach_copy_(other, first)
+
+
+def _beside(first: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(a.device == b.device for a, b in zip(first, other, strict=True))

@@ -23,6 +23,7 @@ from dflash_train.ddtree import Tree, chain_tree
 from dflash_train.drafter import DecoderLayer, Drafter, attend, rotate, rotation
 from dflash_train.masks import dense_mask, visible_keys
 from dflash_train.model_files import TargetError
+from dflash_train.target_masks import TargetMasks, text_config
 from dflash_train.targets import Target, TargetStates
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
@@ -54,7 +55,7 @@ def open_cache(target: Target, num_rows: int, capacity: int, *, compiled: bool =
     Attention alone, full or sliding: `SlotCache`. Recurrent layers among them: `ReplayCache`, which is never compiled: its
     shapes change from step to step.
     """
-    kinds = set(getattr(_config(target), "layer_types", None) or ())
+    kinds = set(getattr(text_config(target.model), "layer_types", None) or ())
     if kinds <= _ATTENTION_KINDS:
         return SlotCache(target, num_rows, capacity, compiled=compiled)
     return ReplayCache(target, num_rows)
@@ -119,14 +120,9 @@ class SlotCache:
         self._compiled = compiled
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=target.device)
         self._target = target
-        self._dtype = target.vocabulary().embedding.dtype
         self._slots = torch.arange(capacity, device=target.device)
         self._store = _Store(num_rows, capacity)
-        config = _config(target)
-        self._kinds: tuple[str, ...] = tuple(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        self._window = None if getattr(config, "use_sliding_window", True) is False else window
-        assert SLIDING not in self._kinds or self._window is not None
+        self._target_masks = TargetMasks(target.model, target.vocabulary().embedding.dtype)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> TargetStates:
         device = self.lengths.device
@@ -153,7 +149,6 @@ class SlotCache:
         self.lengths = self.lengths + counts
 
     def _masks(self, tree: Tree, positions: Tensor) -> dict[str, Tensor] | Tensor:
-        """Additive, [R, 1, L, C]: the one form that both eager attention and SDPA take."""
         start = self.lengths.view(-1, 1, 1)
         length = tree.tokens.shape[1]
         # Which candidate a slot holds; clamped where it holds none, and masked there.
@@ -162,18 +157,7 @@ class SlotCache:
         node = node.clamp(0, length - 1)
         seen = (self._slots < start) | (in_flight & tree.ancestors.gather(2, node.expand(-1, length, -1)))
         slot_positions = torch.where(in_flight, positions.gather(1, node.squeeze(1)).unsqueeze(1), self._slots)
-        if not self._kinds and self._window is None:
-            return self._additive(seen)
-        masks = {"full_attention": seen}
-        if self._window is not None:
-            masks["sliding_attention"] = seen & (positions.unsqueeze(2) - slot_positions < self._window)
-        if not self._kinds:
-            return self._additive(masks["sliding_attention"])
-        return {kind: self._additive(mask) for kind, mask in masks.items() if kind in self._kinds}
-
-    def _additive(self, seen: Tensor) -> Tensor:
-        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(self._dtype).min).unsqueeze(1)
+        return self._target_masks.of(seen, positions.unsqueeze(2) - slot_positions)
 
 
 def _pass_of_target(lengths: Tensor, tree: Tree, cache: SlotCache) -> TargetStates:
@@ -234,7 +218,7 @@ class ReplayCache:
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=target.device)
         self._target = target
         make_cache: Any = DynamicCache
-        self._caches: list[Any] = [make_cache(config=_config(target)) for _ in range(num_rows)]
+        self._caches: list[Any] = [make_cache(config=text_config(target.model)) for _ in range(num_rows)]
         self._tried: list[tuple[Any, list[list[int]]]] = []
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> TargetStates:
@@ -355,11 +339,6 @@ def _pass_of_drafter(block_states: Tensor, anchors: Tensor, cache: DrafterCache)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     normed: Tensor = cache._drafter.norm(x)
     return normed
-
-
-def _config(target: Target) -> Any:
-    config: Any = target.model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _write(store: Tensor, new: Tensor, slots: Tensor) -> None:

@@ -268,6 +268,7 @@ _REFUSED = {
     "target.seed": "it would be another target",
 }
 _MEANING = {
+    "target.cuda_graph": "it makes the same hidden states in another way",
     "target": "it must hold the same model: the drafter was trained on its hidden states",
     "anchors": "other numbers of anchors are drawn from here on",
     "loss": "the objective changes here, and losses before and after do not compare",

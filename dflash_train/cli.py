@@ -156,8 +156,8 @@ def _add_cache_hidden(commands: Any) -> None:
 
 
 def _cache_hidden(options: argparse.Namespace) -> None:
+    from dflash_train.devices import target_groups
     from dflash_train.hidden_cache import cache_hidden
-    from dflash_train.pipeline import target_groups
 
     config = _run_settings(options)
     cache_hidden(config, options.output, target_groups(config), _talk, size_only=options.size_only)

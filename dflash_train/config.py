@@ -64,6 +64,9 @@ class TargetConfig:
     spread: int = 1
     """Devices that hold one copy together, layer by layer, for a target that one has no room for: with 2, target devices
     0-3 are two target threads."""
+    cuda_graph: bool = True
+    """On a GPU, run batches as a CUDA graph where the target can be captured (the run says whether): one launch in place of
+    several hundred, each of which waits for the interpreter lock among the other threads."""
     seed: int = 0
     """Seed of the `tiny` target's weights; unused otherwise."""
 
@@ -383,6 +386,13 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            not (self.eval.every and self.data.hidden),
+            f"eval.every = {self.eval.every} decodes with the target, and data.hidden = {self.data.hidden!r} trains without "
+            "one; set eval.every = 0 and run `dflash-train eval` afterwards, or leave data.hidden empty",
+        )
 
 
 def field_names(section: type) -> list[str]:

@@ -13,12 +13,16 @@ import torch
 
 from dflash_train.anchors import draw_anchors
 from dflash_train.config import ConfigError, RunConfig
-from dflash_train.data import read_manifest
+from dflash_train.data import Documents, read_manifest
+from dflash_train.devices import group_name, parse_devices, target_groups
 from dflash_train.drafter_files import weight_shapes
+from dflash_train.hidden_cache import CachedTarget
 from dflash_train.packing import PackedRows
-from dflash_train.pipeline import Batch, group_name, hand_over, parse_devices, receive, target_groups, with_states
+from dflash_train.pipeline import Batch, Source, Topology, hand_over, receive, with_states
 from dflash_train.replica import Replica
-from dflash_train.targets import load_target
+from dflash_train.run_setup import open_target, pack_rows
+from dflash_train.target_graph import capture
+from dflash_train.targets import Target, load_target
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,12 +82,16 @@ def predict_memory(config: RunConfig, *, lent: bool = False) -> Memory:
 
 
 def diagnose(config: RunConfig, report: Callable[[str], None], *, seconds: float = 30.0) -> None:
-    """Check a run's settings against the machine, then time target and drafter on a batch of random tokens.
+    """Check a run's settings against the machine, then time target and drafter on a batch.
+
+    The batch is of random tokens. With `data.hidden` it is the first one of the run, its states are read from there, and no
+    target is loaded.
 
     Args:
         config: of the run.
         report: told each line.
-        seconds: how long the probe may take; 0 leaves it out, and loads no model.
+        seconds: how long the probe may take; 0 leaves it out, and loads no model (of hidden states it is checked whether they
+            belong to the data, in any case).
 
     Raises:
         ConfigError, DataError, TargetError: what would stop the run.
@@ -105,18 +113,33 @@ def diagnose(config: RunConfig, report: Callable[[str], None], *, seconds: float
         count = drafters.count(device)
         there = f" of {torch.cuda.get_device_properties(device).total_memory / GIB:.0f}" if device.type == "cuda" else ""
         report(f"memory of {count} drafters on {device}: {count * memory.total / GIB:.2f}{there} GiB (each: {parts})")
+    if seconds <= 0 and not config.data.hidden:
+        return
+    documents = Documents(Path(config.data.path)) if config.data.path else None
+    target = open_target(config, documents, groups[0], load_target)
+    target.check(config.drafter)
+    if isinstance(target, Target):
+        report(f"target {config.target.path} fits the drafter's settings; the mask token has a row of its embedding")
+        batch = _random_batch(config)
+    else:
+        assert documents is not None
+        report(f"hidden states in {config.data.hidden} are of these documents and fit the drafter; no target is loaded")
+        batch = Source(pack_rows(config, documents), config, Topology(drafters_here=1)).batch(0)
     if seconds > 0:
-        _probe(config, groups[0], drafters[0], report, seconds)
+        _probe(config, target, batch, drafters[0], report, seconds)
 
 
 def _probe(
-    config: RunConfig, group: tuple[torch.device, ...], device: torch.device, report: Callable[[str], None], seconds: float
+    config: RunConfig,
+    target: Target | CachedTarget,
+    batch: Batch,
+    device: torch.device,
+    report: Callable[[str], None],
+    seconds: float,
 ) -> None:
-    target = load_target(config.target, config.drafter.taps, *group)
-    target.check(config.drafter)
-    report(f"target {config.target.path} fits the drafter's settings; the mask token has a row of its embedding")
+    if config.target.cuda_graph and isinstance(target, Target) and target.device.type == "cuda":
+        report(capture(target, batch.rows.to(target.device)))
     dtype = getattr(torch, config.train.dtype)
-    batch = _random_batch(config)
     replica = Replica(config, device, target.vocabulary(config.drafter.embedding_scale).to(device, dtype))
     made = with_states(batch, target)
 
@@ -130,7 +153,8 @@ def _probe(
 
     per_target, per_drafter = (_seconds_each(work, seconds / 2) for work in (run_target, run_drafter))
     of_target, of_drafter = batch.num_tokens / per_target, batch.num_tokens / per_drafter
-    report(f"target: {of_target:,.0f} tok/s a thread; drafter: {of_drafter:,.0f} tok/s a device")
+    what = "target" if isinstance(target, Target) else "reading hidden states"
+    report(f"{what}: {of_target:,.0f} tok/s a thread; drafter: {of_drafter:,.0f} tok/s a device")
     needed = per_target / per_drafter
     report(f"one drafter keeps {needed:.2f} target threads busy: for each 3 drafters, {max(1, math.ceil(3 * needed))} targets")
 

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dflash_train.crew import Clock
 from dflash_train.metrics import StepRecord
-from dflash_train.pipeline import Clock
 
 if TYPE_CHECKING:
     from rich.console import Console

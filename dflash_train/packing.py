@@ -66,7 +66,7 @@ def plan_rows(lengths: Sequence[int] | np.ndarray, row_length: int) -> list[list
 class RowSampler:
     """Which rows make up batch i, for any i ≥ 0: epochs follow each other without a gap, each in a new order.
 
-    Has no state: the position in the data is the number of the batch.
+    Nothing depends on what was read before: the position in the data is the number of the batch.
 
     Raises:
         DataError: there are no rows.
@@ -78,6 +78,8 @@ class RowSampler:
         self._num_rows = num_rows
         self._rows_per_batch = rows_per_batch
         self._seed = seed
+        self._orders: dict[int, np.ndarray] = {}
+        """Of the epochs read last: sorting a million rows for every batch would keep the reader busy."""
 
     def rows(self, batch: int) -> list[int]:
         """Row numbers of a batch."""
@@ -86,7 +88,9 @@ class RowSampler:
     def rows_from(self, place: int, count: int) -> list[int]:
         """Row numbers at `count` places of the endless order, from the given one on: what a batch of another size reads."""
         places = range(place, place + count)
-        orders = {epoch: self._order(epoch) for epoch in {place // self._num_rows for place in places}}
+        known = self._orders
+        epochs = {place // self._num_rows for place in places}
+        self._orders = orders = {epoch: known[epoch] if epoch in known else self._order(epoch) for epoch in epochs}
         return [int(orders[place // self._num_rows][place % self._num_rows]) for place in places]
 
     def epoch(self, batch: int) -> float:

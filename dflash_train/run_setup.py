@@ -13,11 +13,13 @@ from dflash_train.averaging import Hosts
 from dflash_train.checkpoint import Checkpoint, Progress, changes, checkpoints, read_checkpoint
 from dflash_train.config import ConfigError, RunConfig
 from dflash_train.data import MANIFEST, Documents
+from dflash_train.devices import group_name, parse_devices, target_groups
 from dflash_train.held_out import HeldOut
 from dflash_train.hidden_cache import CachedTarget
 from dflash_train.packing import PackedDocuments
-from dflash_train.pipeline import Source, Topology, group_name, parse_devices, target_groups
+from dflash_train.pipeline import Source, Topology
 from dflash_train.replica import Replica
+from dflash_train.replicas import alike_always
 from dflash_train.targets import LoadTarget, Target
 from dflash_train.tiny_data import make_tiny_data
 from dflash_train.vocabulary import Vocabulary
@@ -42,11 +44,6 @@ class Parts:
             f"drafters in {config.train.dtype} on {', '.join(str(replica.device) for replica in self.replicas)}; {num_hosts} "
             f"hosts; {self.source.rows_per_step} rows of {config.data.row_length} tokens a step; {self.progress.data}"
         )
-
-
-def alike_always(config: RunConfig, topology: Topology) -> bool:
-    """Whether all drafters have the same weights after every step."""
-    return config.train.synchronise == "gradients" or topology.drafters == 1
 
 
 def choose_checkpoint(config: RunConfig, run: Path, resume: bool, report: Callable[[str], None]) -> Checkpoint | None:
@@ -85,11 +82,11 @@ def load_parts(
     loaded: dict[tuple[torch.device, ...], Target | CachedTarget] = {}
     documents = Documents(Path(config.data.path)) if config.data.path else None
     for group in dict.fromkeys(groups):
-        loaded[group] = _load_target(config, documents, group, load)
+        loaded[group] = open_target(config, documents, group, load)
         loaded[group].check(config.drafter)
     first = loaded[groups[0]]
     documents = documents or _make_data(config, run, hosts, first)
-    data = _pack(config, documents)
+    data = pack_rows(config, documents)
     dtype = getattr(torch, config.train.dtype)
     vocabularies: dict[torch.device, Vocabulary] = {}
     devices = parse_devices(config.train.drafter_devices, "drafter")
@@ -106,22 +103,18 @@ def load_parts(
         replicas=replicas,
         source=Source(data, config, topology, progress.step, progress.place),
         progress=progress,
-        held_out=_held_out(config, first) if config.eval.every and hosts.rank == 0 else None,
+        held_out=HeldOut(config, first) if isinstance(first, Target) and config.eval.every and hosts.rank == 0 else None,
     )
 
 
-def _held_out(config: RunConfig, target: Target | CachedTarget) -> HeldOut:
-    if isinstance(target, CachedTarget):
-        raise ConfigError(
-            f"eval.every = {config.eval.every} decodes with the target, and data.hidden = {config.data.hidden!r} trains "
-            "without one; set eval.every = 0 and run `dflash-train eval` afterwards, or leave data.hidden empty"
-        )
-    return HeldOut(config, target)
-
-
-def _load_target(
+def open_target(
     config: RunConfig, documents: Documents | None, group: tuple[torch.device, ...], load: LoadTarget
 ) -> Target | CachedTarget:
+    """The target of a target thread, or what stands for it: hidden states on disk, if `data.hidden` names some.
+
+    Raises:
+        ConfigError, TargetError: it cannot be read, or does not belong to the documents.
+    """
     if not config.data.hidden:
         return load(config.target, config.drafter.taps, *group)
     assert documents is not None  # the config sees to it
@@ -138,7 +131,12 @@ def _make_data(config: RunConfig, run: Path, hosts: Hosts, target: Target | Cach
     return Documents(folder)
 
 
-def _pack(config: RunConfig, documents: Documents) -> PackedDocuments:
+def pack_rows(config: RunConfig, documents: Documents) -> PackedDocuments:
+    """The documents as rows.
+
+    Raises:
+        ConfigError: they were made by a tokenizer that does not fit.
+    """
     if documents.manifest.vocab_size > config.drafter.vocab_size:
         raise ConfigError(
             f"the data was made by a tokenizer of {documents.manifest.vocab_size} ids, more than drafter.vocab_size = "

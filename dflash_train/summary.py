@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_train.crew import Clock
 from dflash_train.metrics import METRICS, read_metrics
-from dflash_train.pipeline import Clock
 
 NUM_LAST = 10
 """Steps over which the final acceptance is averaged."""

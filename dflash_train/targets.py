@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from dflash_train.chat_tokenizers import ByteTokenizer
 from dflash_train.config import ConfigError, DrafterConfig, TargetConfig
+from dflash_train.cuda_graph import Graphed
 from dflash_train.model_files import TargetError, model_place
 from dflash_train.packing import PackedRows
 from dflash_train.spread import spread
+from dflash_train.target_masks import text_config
 from dflash_train.vocabulary import Vocabulary
 
 # `transformers` patches torch's initialisers and default dtype while it builds a model, for the whole process.
@@ -55,15 +57,17 @@ class Target:
         if beyond:
             raise TargetError(f"{name} has layers 0 … {len(self._layers) - 1}, but {beyond} are to be tapped")
         self.layer_ids = tuple(layer_ids)
-        self._captured = threading.local()
+        self._taken = threading.local()
         # Newer versions of `transformers` call it `cache` and warn of the name that the older ones know.
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         for i in set(layer_ids):
-            self._layers[i].register_forward_hook(self._capture(i))
+            self._layers[i].register_forward_hook(self._take(i))
         self._check_head()
         self.packs_documents = self._try_packing()
         """Whether several documents can share a row of the target itself; else each is run in a row of its own."""
+        self.graphs: dict[torch.Size, Graphed] = {}
+        """Passes over packed rows of a shape that were captured (`target_graph.capture`)."""
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +87,7 @@ class Target:
     @property
     def max_positions(self) -> int:
         """Longest text, in tokens, that its configuration allows; a very large number if it has no such limit."""
-        return int(getattr(_text_config(self.model), "max_position_embeddings", None) or 2**62)
+        return int(getattr(text_config(self.model), "max_position_embeddings", None) or 2**62)
 
     @property
     def _embedding(self) -> Tensor:
@@ -105,7 +109,7 @@ class Target:
             head=weight,
             head_bias=None if bias is None else bias.detach(),
             embedding_scale=embedding_scale,
-            logit_softcap=float(getattr(_text_config(self.model), "final_logit_softcapping", None) or 0.0),
+            logit_softcap=float(getattr(text_config(self.model), "final_logit_softcapping", None) or 0.0),
         )
 
     @torch.no_grad()
@@ -117,6 +121,10 @@ class Target:
             documents: [R, S] int64, contiguous, -1 for padding (on the right).
             positions: [R, S] int64, position in the document.
         """
+        graph = self.graphs.get(tokens.shape)
+        if graph is not None:
+            taps, final = graph(tokens, documents, positions)
+            return TargetStates(taps=taps, final=final)
         if self.packs_documents:
             return self.run(tokens, positions)
         return self._run_each_document(tokens, documents)
@@ -133,9 +141,9 @@ class Target:
         """
         check_fit(drafter, self.vocabulary(), self.name, self.hidden_size, self.num_layers, self.layer_ids)
 
-    def _capture(self, layer: int) -> Any:
+    def _take(self, layer: int) -> Any:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            taken: dict[int, Tensor] | None = getattr(self._captured, "states", None)
+            taken: dict[int, Tensor] | None = getattr(self._taken, "states", None)
             if taken is not None:
                 taken[layer] = output[0] if isinstance(output, tuple) else output
 
@@ -152,7 +160,7 @@ class Target:
                 None: causal, and documents are told apart by their positions where `packs_documents`.
             cache: of `transformers`, or what stands in its place; written to. None: nothing is kept.
         """
-        self._captured.states = {}
+        self._taken.states = {}
         try:
             final: Tensor = self._decoder(
                 input_ids=tokens,
@@ -161,10 +169,10 @@ class Target:
                 use_cache=cache is not None,
                 **({} if cache is None else {self._cache_argument: cache}),
             ).last_hidden_state
-            tapped = [self._captured.states[i].to(final.device) for i in self.layer_ids]
+            tapped = [self._taken.states[i].to(final.device) for i in self.layer_ids]
             taps = torch.cat([final[..., :0], *tapped], dim=-1)
         finally:
-            self._captured.states = None
+            self._taken.states = None
         return TargetStates(taps=taps, final=final)
 
     def _run_each_document(self, tokens: Tensor, documents: Tensor) -> TargetStates:
@@ -324,14 +332,9 @@ def tiny_model(seed: int) -> nn.Module:
     return model
 
 
-def _text_config(model: nn.Module) -> Any:
-    config: Any = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _find_decoder(model: nn.Module, name: str) -> tuple[nn.Module, nn.ModuleList]:
     """The module that maps token ids to final states, and its layers (a wrapper for images may stand around it)."""
-    num_layers = _text_config(model).num_hidden_layers
+    num_layers = text_config(model).num_hidden_layers
     found = [
         module
         for module in model.modules()

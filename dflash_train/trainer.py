@@ -19,34 +19,24 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import compile_guard
-from dflash_train.averaging import Hosts, combine
-from dflash_train.checkpoint import CheckpointWriter, Progress, Snapshot, checkpoints, mean_of, write
+from dflash_train.averaging import Hosts
+from dflash_train.checkpoint import CheckpointWriter, Progress, Snapshot, checkpoints, write
 from dflash_train.config import RunConfig
 from dflash_train.config_files import dump_config
+from dflash_train.crew import Clock, Crew, Meeting, Stopped, dump_stacks
+from dflash_train.devices import group_name, parse_devices, target_groups
 from dflash_train.held_out import HeldOut
 from dflash_train.live import Lane, LiveView
 from dflash_train.losses import LossSums, add_sums
-from dflash_train.metrics import METRICS, JsonLines, Logger, StepRecord, open_logger, peak_memory_gib
-from dflash_train.pipeline import (
-    Clock,
-    Crew,
-    Meeting,
-    Pipeline,
-    Stopped,
-    Topology,
-    dump_stacks,
-    group_name,
-    hand_over,
-    parse_devices,
-    receive,
-    target_groups,
-    with_states,
-)
-from dflash_train.replica import learning_rate
-from dflash_train.run_setup import alike_always, choose_checkpoint, load_parts
+from dflash_train.metrics import METRICS, JsonLines, Logger, open_logger
+from dflash_train.pipeline import Pipeline, Topology, hand_over, receive, with_states
+from dflash_train.replicas import Replicas
+from dflash_train.run_setup import choose_checkpoint, load_parts
+from dflash_train.step_log import StepLog
 from dflash_train.stop_signals import StopSignals
 from dflash_train.summary import summarise
-from dflash_train.targets import LoadTarget, load_target
+from dflash_train.target_graph import capture
+from dflash_train.targets import LoadTarget, Target, load_target
 
 Report = Callable[[str], None]
 
@@ -140,7 +130,6 @@ class _Run:
         self._consistent = True
         """Whether all drafters stand between the same two steps."""
         self._accepted: list[float] = []
-        self._latest: StepRecord | None = None
         self._held_out: HeldOut | None = None
         self._combined = Meeting(num_drafters, self._combine)
         self._closed = Meeting(num_drafters, self._close_step)
@@ -156,6 +145,7 @@ class _Run:
         self.hosts.agree("checkpoint to resume from", checkpoint.progress.step if checkpoint else 0)
         parts = load_parts(self.config, self.run, self.hosts, self.topology, checkpoint, self.load)
         self.targets, self.replicas, self.source = parts.targets, parts.replicas, parts.source
+        self.drafters = Replicas(self.config, self.topology, self.hosts, self.replicas)
         self.progress, self.last_saved = parts.progress, parts.progress.step
         self._held_out = parts.held_out
         self.report(parts.describe(self.config, self.hosts.size))
@@ -189,13 +179,6 @@ class _Run:
             findings=tuple(self.findings),
         )
 
-    @property
-    def _alike(self) -> bool:
-        """Whether all drafters have the same weights and moments between the current two steps."""
-        train = self.config.train
-        averaged = train.average_moments and self.progress.step % train.average_every == 0
-        return averaged or alike_always(self.config, self.topology)
-
     def _warm_up(self) -> None:
         """Run the first batch through every target and drafter, in turn: all compiles happen here, forward and backward."""
         began = time.perf_counter()
@@ -203,6 +186,9 @@ class _Run:
         dtype = getattr(torch, self.config.train.dtype)
         for target in dict.fromkeys(self.targets):
             made = with_states(batch, target)
+            if isinstance(target, Target) and target.device.type == "cuda" and self.config.target.cuda_graph:
+                # Before there are threads, and in the shape that every batch of the run has.
+                self.report(capture(target, batch.rows.to(target.device)))
         for replica in self.replicas:
             if self.signals.received:
                 return
@@ -228,14 +214,15 @@ class _Run:
         )
         for i, device in enumerate(self.drafter_devices):
             self.crew.add(f"drafter-{i}", device, lambda clock, i=i: self._run_drafter(i, clock))  # type: ignore[misc]
-        self._began = self._step_ended = time.perf_counter()
-        self._first_step = self.progress.step
-        self._counted = (0, 0)
+        self.step_log = StepLog(
+            self.config, self.progress.step, self.crew.clocks, self.pipeline.target_tokens,
+            [*sum(self.target_groups, ()), *self.drafter_devices], self.loggers, self.report,
+        )  # fmt: skip
         self._lock_waited_s = compile_guard.trace_lock.statistics().waited_s
-        with LiveView(self._lanes(), lambda: self._latest).show() if live else nullcontext():
+        with LiveView(self._lanes(), lambda: self.step_log.latest).show() if live else nullcontext():
             self.crew.start()
             while not self.crew.wait(1.0):
-                if time.perf_counter() - self._step_ended > self.config.train.stall_seconds:
+                if time.perf_counter() - self.step_log.step_ended > self.config.train.stall_seconds:
                     dump_stacks()
                     self.crew.stop("watchdog", TimeoutError(f"no step ended within {self.config.train.stall_seconds:.0f} s"))
                     break
@@ -289,7 +276,7 @@ class _Run:
             total = torch.tensor([sum(self._denominators)], dtype=torch.float64)
             self.hosts.sum([total])
             self._denominators = [float(total)] * len(self.replicas)
-            combine([replica.gradients for replica in self.replicas], self.hosts)
+            self.drafters.combine_gradients()
         self._consistent = False
 
     def _close_step(self) -> None:
@@ -309,12 +296,22 @@ class _Run:
             bad_in_a_row=self.progress.bad_in_a_row + 1 if bad else 0,
         )
         if train.synchronise == "weights" and step % train.average_every == 0:
-            self._average()
+            self.drafters.average()
         self._consistent = True
         self._leaving = stop > 0 or step == train.steps
         saves = self._leaving or step % train.save_every == 0
         tau = self._decode() if not stop and (saves or step % max(1, self.config.eval.every) == 0) else None
-        self._log(dict(zip(vars(_NO_SUMS), values, strict=True)), int(tokens), tau)
+        record = self.step_log.log(
+            self.progress,
+            dict(zip(vars(_NO_SUMS), values, strict=True)),
+            tokens=int(tokens),
+            grad_norm=self._updates[0][0],
+            epoch=self.source.epoch(self.progress.place),
+            saved=self.last_saved,
+            tau=tau,
+            last=self._leaving,
+        )
+        self._accepted.append(record.accept)
         if saves:
             self.writer.submit(self._snapshot())
             self.last_saved = step
@@ -330,84 +327,16 @@ class _Run:
         if self._held_out is None:
             return None
         began = time.perf_counter()
-        tau = self._held_out.tau(mean_of([replica.masters for replica in self.replicas[: 1 if self._alike else None]]))
+        tau = self._held_out.tau(self.drafters.mean_here(self.progress.step))
         self.progress = replace(self.progress, acceptance=tau - 1)
         prompts, spent = len(self._held_out.prompts), time.perf_counter() - began
         self.report(f"held out, step {self.progress.step}: tau {tau:.2f} on {prompts} prompts, {spent:.1f} s")
         return tau
 
-    def _average(self) -> None:
-        share = 1 / self.topology.drafters
-        combine([list(replica.masters.values()) for replica in self.replicas], self.hosts, share)
-        if self.config.train.average_moments:
-            combine([list(replica.moments().values()) for replica in self.replicas], self.hosts, share)
-        for replica in self.replicas:
-            replica.publish()
-
-    def _log(self, sums: dict[str, float], tokens: int, tau: float | None) -> None:
-        now = time.perf_counter()
-        spent = max(1e-9, now - self._step_ended)
-        self._step_ended = now
-        made = sum(self.pipeline.target_tokens)
-        before, self._counted = self._counted, (made, tokens)
-        train, progress = self.config.train, self.progress
-        accept = sums["accepted"] / max(1.0, sums["blocks"])
-        self._accepted.append(accept)
-        clocks = self.crew.clocks
-        done = progress.step - self._first_step
-        record = StepRecord(
-            step=progress.step,
-            steps=train.steps,
-            loss=sums["numerator"] / sums["denominator"] if sums["denominator"] else 0.0,
-            accept=accept,
-            accuracy=sums["correct"] / max(1.0, sums["supervised"]),
-            lr=learning_rate(progress.step - 1, train),
-            grad_norm=self._updates[0][0],
-            target_tok_s=(made - before[0]) / spent,
-            drafter_tok_s=(tokens - before[1]) / spent,
-            target_wait=_mean_share(clocks, "target"),
-            drafter_wait=_mean_share(clocks, "drafter"),
-            step_s=spent,
-            memory_gib=peak_memory_gib([*sum(self.target_groups, ()), *self.drafter_devices]),
-            bad_steps=progress.bad_steps,
-            epoch=self.source.epoch(progress.place),
-            saved=self.last_saved,
-            eta_s=(now - self._began) / max(1, done) * (train.steps - progress.step),
-        )
-        self._latest = record
-        for logger in self.loggers:
-            logger.log(vars(record) if tau is None else {**vars(record), "tau": tau})
-        if progress.step % train.log_every == 0 or self._leaving or progress.bad_in_a_row:
-            self.report(record.line())
-
     def _snapshot(self) -> Snapshot:
-        """Copies on the CPU of what a checkpoint holds; all hosts take part where drafters differ."""
-        alike = self._alike
-        if alike:
-            weights = mean_of([self.replicas[0].masters])
-        else:
-            weights = mean_of([replica.masters for replica in self.replicas])
-            self.hosts.sum(list(weights.values()))
-            weights = {name: weight / self.hosts.size for name, weight in weights.items()}
-        files: dict[int, dict[str, Tensor]] = {}
-        first = self.topology.rank * self.topology.drafters_here
-        for i, replica in enumerate(self.replicas):
-            if alike and first + i > 0:
-                break
-            kept = {f"moment.{name}": value for name, value in replica.moments().items()}
-            if not alike:
-                kept |= {f"weight.{name}": value for name, value in replica.masters.items()}
-            files[first + i] = {name: value.detach().to("cpu", copy=True) for name, value in kept.items()}
-            files[first + i]["rng.cpu"] = torch.get_rng_state()
         if self._held_out is None:
             self.progress = replace(self.progress, acceptance=sum(self._accepted) / max(1, len(self._accepted)))
-        return Snapshot(
-            progress=self.progress,
-            config=self.config,
-            weights=weights,
-            replicas=files,
-            num_replicas=1 if alike else self.topology.drafters,
-        )
+        return self.drafters.snapshot(self.progress)
 
     # The end: in the main thread.
 
@@ -436,7 +365,7 @@ class _Run:
             return last
         if stuck or not self._consistent:
             return f"The drafters stand at different steps, so nothing was saved now. {last}"
-        if self.hosts.size > 1 and not self._alike:
+        if self.hosts.size > 1 and not self.drafters.alike(self.progress.step):
             return f"Each host has drafters of its own, and not all may be there, so nothing was saved now. {last}"
         if self.hosts.rank > 0:
             return f"Rank 0 has the same step, and saves it. {last}"
@@ -457,7 +386,3 @@ class _Run:
 
 _NO_SUMS = LossSums(**dict.fromkeys(LossSums.__dataclass_fields__, torch.zeros(())))
 
-
-def _mean_share(clocks: Sequence[Clock], role: str) -> float:
-    shares = [clock.share("wait") for clock in clocks if clock.name.startswith(role)]
-    return sum(shares) / max(1, len(shares))

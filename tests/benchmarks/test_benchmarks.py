@@ -41,11 +41,14 @@ def test_the_pipeline_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
     assert result["environment"]["command"].startswith("python -m benchmarks.pipeline")
 
 
+SHORT = ["--unguarded=1", "--guarded=1", "--at-once=2"]
+
+
 @pytest.mark.parametrize(
     ("module", "options"),
     [
         ("trainer_27b", []),
-        pytest.param("trainer_gemma", ["--unguarded=1", "--at-once=2", "--timeout=300"], marks=pytest.mark.stress),
+        pytest.param("trainer_gemma", [*SHORT, "--timeout=300", "--limit=900"], marks=pytest.mark.stress),
     ],
 )
 def test_the_trainers_checks_run_without_a_gpu(module: str, options: list[str], tmp_path: Path) -> None:
@@ -58,6 +61,34 @@ def test_the_trainers_checks_run_without_a_gpu(module: str, options: list[str], 
     runs = [result] if module == "trainer_27b" else [value for value in result.values() if value and "step" in value]
     assert runs
     assert all(run["step"] == 4 and run["tok_s"] > 0 and run["findings"] == [] for run in runs)
+
+
+def test_where_a_late_process_was_is_shown(tmp_path: Path) -> None:
+    from benchmarks.processes import last_stacks, run_process
+
+    source = tmp_path / "late.py"
+    source.write_text(
+        "import threading\nfrom benchmarks.processes import dump_when_late\nprint('step 3', flush=True)\ndump_when_late()\n"
+        "def waits_for_ever():\n    threading.Event().wait()\n"
+        "threading.Thread(target=waits_for_ever, daemon=True).start()\nthreading.Event().wait()\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = run_process([sys.executable, str(source)], environ, tmp_path / "log", 12.0)
+    assert ended.late
+    shown = last_stacks(ended.text)
+    assert shown[0] == "step 3"
+    assert any("waits_for_ever" in line for line in shown)
+    assert sum(line.startswith(("Thread", "Current thread")) for line in shown) == 2
+
+
+def test_how_a_process_ended_is_told(tmp_path: Path) -> None:
+    from benchmarks.processes import run_process
+
+    def how(code: str) -> str:
+        return run_process([sys.executable, "-c", code], os.environ, tmp_path / "log", 60.0).how
+
+    assert how("print('fine')") == "finished"
+    assert how("raise ValueError('no such thing')") == "exit 1: ValueError: no such thing"
 
 
 def test_lines_of_a_file_are_selected_from_1_on(tmp_path: Path) -> None:

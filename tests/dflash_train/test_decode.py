@@ -11,12 +11,13 @@ from decoding import TARGETS, WAYS, oracle, random_prompts, tiny_decoder
 from tiny import hidden_states, make_anchors, make_rows, qwen3, spread, tiny_config, tiny_drafter, tiny_vocabulary
 from torch import Tensor, nn
 
-from dflash_train import caches, decode
+from dflash_train import decode
 from dflash_train.caches import DrafterCache, ReplayCache, SlotCache, open_cache
 from dflash_train.config import ConfigError
 from dflash_train.ddtree import build_tree, chain_tree
 from dflash_train.decode import DecodeConfig, Decoder, Mode, PromptLookup, sampling_probs
 from dflash_train.model_files import TargetError
+from dflash_train.target_masks import TargetMasks
 from dflash_train.targets import Target
 
 transformers = pytest.importorskip("transformers")
@@ -348,8 +349,8 @@ def test_targets_with_one_mask_for_all_layers_work_too(kind: str) -> None:
 
 def test_a_target_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(spread(qwen3()), (1,))
-    real = caches.SlotCache._additive
-    monkeypatch.setattr(caches.SlotCache, "_additive", lambda self, seen: real(self, torch.ones_like(seen)))
+    real = TargetMasks._additive
+    monkeypatch.setattr(TargetMasks, "_additive", lambda self, seen: real(self, torch.ones_like(seen)))
     with pytest.raises(TargetError, match="other hidden states with a cache"):
         Decoder(target)
 

@@ -15,7 +15,7 @@ from runs import column, same_bits, small_run, weights_of
 from test_resume import all_state
 
 import compile_guard
-from dflash_train import checkpoint, trainer
+from dflash_train import checkpoint, replicas, trainer
 from dflash_train.checkpoint import checkpoints
 from dflash_train.conversations import DataError
 from dflash_train.pipeline import Source
@@ -146,7 +146,7 @@ def test_a_run_in_which_nothing_moves_is_ended_with_all_stacks(
 ) -> None:
     """A target that hangs."""
     release = threading.Event()
-    monkeypatch.setattr("dflash_train.pipeline.JOIN_S", 0.5)
+    monkeypatch.setattr("dflash_train.crew.JOIN_S", 0.5)
     original, hang = Target.states, nth(4)
 
     def states(target: Target, *arguments: torch.Tensor) -> object:
@@ -228,7 +228,7 @@ def test_a_signal_during_averaging_or_a_save_ends_the_run_after_the_step(
 
         return call
 
-    owner, name = {"average": (trainer, "combine"), "snapshot": (trainer, "mean_of"), "write": (checkpoint, "_save")}[where]
+    owner, name = {"average": (replicas, "combine"), "snapshot": (replicas, "mean_of"), "write": (checkpoint, "_save")}[where]
     monkeypatch.setattr(owner, name, with_signal(getattr(owner, name)))
     settings = [*TOPOLOGY, "train.synchronise=weights", "train.average_every=3", "train.save_every=3", "train.steps=500"]
     outcome = small_run(tiny_data, tmp_path / "run", *settings)

@@ -18,6 +18,7 @@ from dflash_train.data import Documents
 from dflash_train.hidden_cache import cache_hidden, predict_size
 from dflash_train.packing import PackedDocuments
 from dflash_train.targets import Target, load_target
+from dflash_train.tiny_data import make_tiny_data
 from dflash_train.trainer import TrainingError, train
 
 CPU = torch.device("cpu")
@@ -145,3 +146,29 @@ def test_from_the_command_line(tiny_data: Path, tmp_path: Path, capsys: pytest.C
     command = ["train", "tiny-cpu", "-o", str(tmp_path / "run"), *settings, f"--set=data.hidden={folder}"]
     assert main(command) == 0
     assert capsys.readouterr().out.endswith("step-000002\n")
+
+
+def test_doctor_reads_the_cache_and_loads_no_target(
+    cache: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dflash_train.doctor.load_target", no_target)
+    settings = [f"--set={setting}" for setting in (*SMALL, f"data.path={tiny_data}", f"data.hidden={cache}")]
+    assert main(["doctor", "tiny-cpu", *settings, "--seconds=0.1"]) == 0
+    said = capsys.readouterr().out
+    assert f"hidden states in {cache} are of these documents" in said
+    assert "reading hidden states: " in said
+
+
+def test_doctor_refuses_a_cache_of_other_data(
+    cache: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(small_config(tiny_data).target, ())
+    make_tiny_data(target, tmp_path / "other", num_documents=4, answer_tokens=40)
+    settings = [f"--set={setting}" for setting in (*SMALL, f"data.path={tmp_path / 'other'}", f"data.hidden={cache}")]
+    assert main(["doctor", "tiny-cpu", *settings, "--seconds=0"]) == 2
+    assert "has hidden states of data " in capsys.readouterr().err
+
+
+def test_decoding_while_training_from_a_cache_is_refused_with_the_settings(cache: Path, tiny_data: Path) -> None:
+    with pytest.raises(ConfigError, match=r"eval.every = 4 decodes with the target, and data.hidden = .* trains without one"):
+        small_config(tiny_data, f"data.hidden={cache}", "eval.every=4", f"eval.path={tiny_data}")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from runs import SMALL
 
+from dflash_train.crew import Clock
 from dflash_train.live import Lane, LiveView
-from dflash_train.pipeline import Clock
 
 rich_console = pytest.importorskip("rich.console")
 

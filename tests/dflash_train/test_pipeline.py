@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from runs import small_config
 
 from dflash_train.config import ConfigError
+from dflash_train.crew import Channel, Clock, Crew, Meeting, Stopped
 from dflash_train.data import Documents
+from dflash_train.devices import parse_devices
 from dflash_train.packing import PackedDocuments
-from dflash_train.pipeline import Channel, Clock, Crew, Meeting, Source, Stopped, Topology, parse_devices
+from dflash_train.pipeline import Source, Topology
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
@@ -182,7 +184,7 @@ def test_the_first_failure_stops_the_crew_and_is_the_cause() -> None:
 def test_a_thread_that_does_not_end_is_named_and_its_stack_printed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dflash_train.pipeline.JOIN_S", 0.2)
+    monkeypatch.setattr("dflash_train.crew.JOIN_S", 0.2)
     release = threading.Event()
     crew = Crew()
 
