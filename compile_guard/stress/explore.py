@@ -64,14 +64,14 @@ class Explorer:
 
         return [lambda names=names: body(names) for names in program.threads]  # type: ignore[misc]
 
-    def _run(self, program: Program, chooser: Strategy) -> tuple[Outcome, int, list[float]]:
+    def _run(self, program: Program, chooser: Strategy) -> tuple[Outcome, int, World]:
         world = World(self.kit)
         bodies = self.bodies(program, world)
         scheduler = Scheduler(chooser, len(bodies), patience_s=self._patience_s)
         before = self.kit.num_compiles
         with instrument.scheduled_by(scheduler):
             outcome = scheduler.run(bodies)
-        return outcome, self.kit.num_compiles - before, world.draws
+        return outcome, self.kit.num_compiles - before, world
 
     def expected(self, program: Program) -> Expected:
         """What a program does when its threads run one after the other.
@@ -98,9 +98,9 @@ class Explorer:
         torch.manual_seed(seed)
         random.seed(seed)
         before = state()
-        outcome, num_compiles, draws = self._run(program, chooser)
+        outcome, num_compiles, world = self._run(program, chooser)
         self.last = outcome
-        problem = next(problems(program, outcome, expected, num_compiles, draws, before), None)
+        problem = next(problems(program, outcome, expected, num_compiles, world, before), None)
         if problem is None:
             return None
         guard = compile_guard.is_installed()
