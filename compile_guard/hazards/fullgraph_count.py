@@ -190,9 +190,9 @@ HAZARD = Hazard(
         "Since 2.13 a `fullgraph=True` call sets a count of compiled frames to 0, and raises where it is still 0 at "
         "the end. The count is one C integer for the process, and a call ends it twice: the second time may end that of a call "
         "of another thread, which then reads that of a third. Calls that overlap also count each other's frames, so that real "
-        "faults pass. flex_attention called eager compiles itself with `fullgraph=True`, and takes part. While the count is on, "
-        "torch looks at no frame below a compiled one, whichever thread it is of: what a function does after a graph break, or in "
-        "helpers that it calls there, runs eager for that call."
+        "faults pass. flex_attention called eager compiles itself with `fullgraph=True`, and takes part. While the count is "
+        "on, torch looks at no frame below a compiled one, whichever thread it is of: what a function does after a graph "
+        "break, or in helpers that it calls there, runs eager for that call."
     ),
     links=(),
     affected=affected,
