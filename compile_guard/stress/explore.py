@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -154,10 +155,12 @@ def explore(
     *,
     num_distinct: int | None = None,
     num_failures: int = 10,
+    limit_s: float = math.inf,
     on_failure: Callable[[Failure], None] = lambda failure: None,
     on_progress: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Run until so many distinct schedules have been seen, or so many failures, or a hang, from which nothing goes on."""
+    """Run until so many distinct schedules have been seen, or so many failures, or a hang, from which nothing goes on, or
+    until so much time has passed."""
     tally = Tally()
     began = time.monotonic()
     with instrument.instrumented(), collector_off():
@@ -176,7 +179,7 @@ def explore(
                 if explorer.last.hang or len(tally.failures) >= num_failures:
                     break
             explorer.kit.rewarm()
-            if num_distinct is not None and len(tally.distinct) >= num_distinct:
+            if num_distinct is not None and len(tally.distinct) >= num_distinct or time.monotonic() - began > limit_s:
                 break
             if tally.num_run % COLLECT_EVERY == 0:
                 gc.collect()
