@@ -139,13 +139,16 @@ def plan(seed: int, programs: Sequence[Program] = SHAPES, *, with_mixed: bool = 
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection at points that a replay does not know."""
+    """No garbage collection at points that a replay does not know; and what was there before is left out of those between
+    schedules, which would take a third of a second each."""
     was_on = gc.isenabled()
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_on:
             gc.enable()
 
@@ -179,7 +182,7 @@ def explore(
                 if explorer.last.hang or len(tally.failures) >= num_failures:
                     break
             explorer.kit.rewarm()
-            if num_distinct is not None and len(tally.distinct) >= num_distinct or time.monotonic() - began > limit_s:
+            if (num_distinct is not None and len(tally.distinct) >= num_distinct) or time.monotonic() - began > limit_s:
                 break
             if tally.num_run % COLLECT_EVERY == 0:
                 gc.collect()

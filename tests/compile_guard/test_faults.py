@@ -35,21 +35,27 @@ def out_of_memory() -> BaseException:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def compile_that_raises(make_error: Callable[[], BaseException]) -> Callable[[], Any]:
+def allocation_of_too_much() -> BaseException:
+    """The device's own error: raised here, not returned."""
+    torch.empty(2**44, dtype=torch.uint8, device="cuda")
+    return AssertionError("16 TiB were there")
+
+
+def compile_that_raises(make_error: Callable[[], BaseException], x: torch.Tensor) -> Callable[[], Any]:
     def backend(graph: Any, inputs: Any) -> Any:
         raise make_error()
 
     return lambda: torch.compile(lambda x: x * 2, backend=backend)(x)
 
 
-def guard_hook_that_raises(make_error: Callable[[], BaseException]) -> Callable[[], Any]:
+def guard_hook_that_raises(make_error: Callable[[], BaseException], x: torch.Tensor) -> Callable[[], Any]:
     def hook(guards: Any) -> Any:
         raise make_error()
 
     return lambda: torch.compile(lambda x: x * 2, backend="eager", options={"guard_filter_fn": hook})(x)
 
 
-def recompute_that_raises(make_error: Callable[[], BaseException]) -> Callable[[], Any]:
+def recompute_that_raises(make_error: Callable[[], BaseException], x: torch.Tensor) -> Callable[[], Any]:
     def run() -> None:
         runs = []
 
@@ -65,7 +71,7 @@ def recompute_that_raises(make_error: Callable[[], BaseException]) -> Callable[[
     return run
 
 
-def lazy_backward_that_raises(make_error: Callable[[], BaseException]) -> Callable[[], Any]:
+def lazy_backward_that_raises(make_error: Callable[[], BaseException], x: torch.Tensor) -> Callable[[], Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
@@ -88,15 +94,23 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("error", [lambda: ValueError("its own"), out_of_memory], ids=["error", "out of memory"])
+@pytest.mark.parametrize(
+    ("error", "device"),
+    [
+        pytest.param(lambda: ValueError("its own"), "cpu", id="error"),
+        pytest.param(out_of_memory, "cpu", id="out of memory"),
+        pytest.param(allocation_of_too_much, "cuda", marks=pytest.mark.cuda, id="out of CUDA memory"),
+    ],
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_that_threads_alone_and_the_others_go_on(
-    guard: Any, fault: str, error: Callable[[], BaseException]
+    guard: Any, fault: str, error: Callable[[], BaseException], device: str
 ) -> None:
+    x = torch.ones(4, device=device)
     warm = compile_guard.compile(step, backend="eager")
     warm(x)
     before = state()
-    failing = FAULTS[fault](error)
+    failing = FAULTS[fault](error, x)
     start = threading.Barrier(3)
 
     def fail() -> None:
