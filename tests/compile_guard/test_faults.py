@@ -212,6 +212,47 @@ def test_sigterm_ends_a_process_whose_threads_compile(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGTERM, done.stderr[-3000:]
 
 
+SIGNALLED = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+x = torch.ones(4)
+def send(*_):
+    os.kill(os.getpid(), signal.{sent})
+    for _ in range(1000):  # its handler runs between two of these steps
+        pass
+    print("goes on")
+def backend_that_gets_it(graph, inputs):
+    send()
+    return graph.forward
+def backward_that_gets_it():
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    aot = aot_autograd(fw_compiler=boxed_nop, bw_compiler=send)
+    torch.compile(lambda x: x.sin() * x, backend=aot, dynamic=True)(x.clone().requires_grad_()).sum().backward()
+def traced(x):
+    send()
+    return x + 1
+places = dict(
+    backend=lambda: torch.compile(lambda x: x * 2, backend=backend_that_gets_it)(x),
+    guard_hook=lambda: torch.compile(lambda x: x * 2, backend="eager", options=dict(guard_filter_fn=send))(x),
+    trace=lambda: torch.fx.symbolic_trace(traced),
+    backward=backward_that_gets_it,
+)
+try:
+    places[{place!r}]()
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("place", ["backend", "guard_hook", "trace", "backward"])
+def test_a_signal_in_main_while_it_compiles_among_others_ends_the_program(tmp_path: Path, place: str, sent: str) -> None:
+    """Where Python code runs. One that comes while torch's C++ evaluates a guard is lost, with this guard as without: torch
+    takes whatever a guard in Python raises for a guard that does not hold."""
+    done = ends(SIGNALLED.format(place=place, sent=sent), tmp_path)
+    assert (done.returncode, done.stdout) == (7, ""), done.stderr[-3000:]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_event_log_stops_no_compile(
     guard: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
