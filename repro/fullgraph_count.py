@@ -1,4 +1,4 @@
-"""B6: a compiled call is said to have no compiled frames, because another thread began one. See `--help`."""
+"""B6: fullgraph=True: no compiled frames in a compiled call, eager runs beside it. See `--help`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""B6: a `fullgraph=True` call is said to have no compiled frames, because others began and ended (2.13, 2.14)."""
+"""B6: `fullgraph=True` calls count compiled frames for the process: a compiled call is said to have none, and what another
+thread's function does after a graph break runs eager (2.13, 2.14)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,58 @@ def pause_before_call(name: str, number: int, pause: Any) -> None:
     sys.setprofile(profile)
 
 
+def break_beside_a_call() -> str | None:
+    """A function with a graph break is called while another thread is inside a `fullgraph=True` call."""
+    import torch
+
+    inside, over = threading.Event(), threading.Event()
+    num_graphs = 0
+    overlap = False
+
+    def hold() -> None:
+        if overlap:
+            inside.set()
+            wait(over)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def compiled(*args: Any) -> Any:
+            nonlocal num_graphs
+            num_graphs += 1
+            return graph.forward(*args)
+
+        return compiled
+
+    def broken(x: Any) -> Any:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    whole, in_two = fullgraph(hold), torch.compile(broken, backend=backend)
+    whole(torch.ones(4))
+    in_two(torch.ones(4))
+    overlap = True
+
+    def beside() -> int:
+        nonlocal num_graphs
+        wait(inside)
+        num_graphs = 0
+        try:
+            in_two(torch.ones(4))
+        finally:
+            over.set()
+        return num_graphs
+
+    num: int = run_threads(whole=lambda: whole(torch.ones(4)), beside=beside)["beside"]
+    if num == 2:
+        return None
+    return f"{num} of two compiled graphs ran, the other part eager, while another thread was inside a fullgraph=True call"
+
+
 def trigger() -> str | None:
+    return "; ".join(filter(None, (ended_count(), break_beside_a_call()))) or None
+
+
+def ended_count() -> str | None:
     """`first` has ended its count and will end it once more; `second` counts; `third` begins to count; `second` ends."""
     import torch
 
@@ -128,16 +180,19 @@ def mirror() -> None:
 HAZARD = Hazard(
     id="B6",
     name="fullgraph_count",
-    title="A compiled call is said to have no compiled frames",
+    title="fullgraph=True: no compiled frames in a compiled call, eager runs beside it",
     symptom=(
         "`RuntimeError: torch.compile with fullgraph=True found no compiled frames. Compilation was not attempted and no "
-        "cached compiled code was found.`, now and then, of a function that runs compiled; flex_attention called eager, too."
+        "cached compiled code was found.`, now and then, of a function that runs compiled; flex_attention called eager, too. "
+        "Or, without a word: parts of a compiled function now and then run eager."
     ),
     mechanism=(
         "Since 2.13 a `fullgraph=True` call sets a count of compiled frames to 0, and raises where it is still 0 at "
         "the end. The count is one C integer for the process, and a call ends it twice: the second time may end that of a call "
         "of another thread, which then reads that of a third. Calls that overlap also count each other's frames, so that real "
-        "faults pass. flex_attention called eager compiles itself with `fullgraph=True`, and takes part."
+        "faults pass. flex_attention called eager compiles itself with `fullgraph=True`, and takes part. While the count is "
+        "on, torch looks at no frame below a compiled one, whichever thread it is of: what a function does after a graph "
+        "break, or in helpers that it calls there, runs eager for that call."
     ),
     links=(),
     affected=affected,
@@ -145,5 +200,5 @@ HAZARD = Hazard(
     mirror=mirror,
     seams=("fullgraph_count",),
     finding="fullgraph-count",
-    fix="Install the guard, under which one thread at a time is counted; or leave `fullgraph=True` out of tested code.",
+    fix="Install the guard, under which a program with threads counts no frames; or leave `fullgraph=True` out.",
 )

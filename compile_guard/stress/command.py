@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,7 +47,13 @@ def run(options: argparse.Namespace) -> int:
         if tally.num_run % 1000 == 0:
             print(f"{len(tally.distinct)} distinct schedules in {tally.wall_s:.0f} s", file=sys.stderr, flush=True)
 
-    tally = explore(schedules, num_distinct=options.schedules, on_failure=show, on_progress=progress)
+    tally = explore(
+        schedules,
+        num_distinct=options.schedules,
+        limit_s=options.minutes * 60,
+        on_failure=show,
+        on_progress=progress,
+    )
     print(json.dumps(_as_dict(tally), indent=1) if options.json else _as_text(tally))
     return BROKEN if tally.failures else HELD
 
@@ -84,7 +91,9 @@ def _unguarded(schedules: Iterable[tuple[Program, str, int]], options: argparse.
         files[kind] = failure.save(options.save)
         print(f"{files[kind]}: {kind}", file=sys.stderr, flush=True)
 
-    num_run, found = children.hazards((children.Trial(*schedule) for schedule in schedules), show)
+    until = time.monotonic() + options.minutes * 60
+    in_time = itertools.takewhile(lambda _: time.monotonic() < until, schedules)
+    num_run, found = children.hazards((children.Trial(*schedule) for schedule in in_time), show)
     rows = sorted(((len(failures), kind) for kind, failures in found.items()), reverse=True)
     if options.json:
         each = [{"problem": kind, "schedules": number, "replay": str(files[kind])} for number, kind in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,14 +65,14 @@ class Explorer:
 
         return [lambda names=names: body(names) for names in program.threads]  # type: ignore[misc]
 
-    def _run(self, program: Program, chooser: Strategy) -> tuple[Outcome, int, list[float]]:
+    def _run(self, program: Program, chooser: Strategy) -> tuple[Outcome, int, World]:
         world = World(self.kit)
         bodies = self.bodies(program, world)
         scheduler = Scheduler(chooser, len(bodies), patience_s=self._patience_s)
         before = self.kit.num_compiles
         with instrument.scheduled_by(scheduler):
             outcome = scheduler.run(bodies)
-        return outcome, self.kit.num_compiles - before, world.draws
+        return outcome, self.kit.num_compiles - before, world
 
     def expected(self, program: Program) -> Expected:
         """What a program does when its threads run one after the other.
@@ -98,9 +99,9 @@ class Explorer:
         torch.manual_seed(seed)
         random.seed(seed)
         before = state()
-        outcome, num_compiles, draws = self._run(program, chooser)
+        outcome, num_compiles, world = self._run(program, chooser)
         self.last = outcome
-        problem = next(problems(program, outcome, expected, num_compiles, draws, before), None)
+        problem = next(problems(program, outcome, expected, num_compiles, world, before), None)
         if problem is None:
             return None
         guard = compile_guard.is_installed()
@@ -138,13 +139,16 @@ def plan(seed: int, programs: Sequence[Program] = SHAPES, *, with_mixed: bool = 
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection at points that a replay does not know."""
+    """No garbage collection at points that a replay does not know; and what was there before is left out of those between
+    schedules, which would take a third of a second each."""
     was_on = gc.isenabled()
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_on:
             gc.enable()
 
@@ -154,10 +158,12 @@ def explore(
     *,
     num_distinct: int | None = None,
     num_failures: int = 10,
+    limit_s: float = math.inf,
     on_failure: Callable[[Failure], None] = lambda failure: None,
     on_progress: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Run until so many distinct schedules have been seen, or so many failures, or a hang, from which nothing goes on."""
+    """Run until so many distinct schedules have been seen, or so many failures, or a hang, from which nothing goes on, or
+    until so much time has passed."""
     tally = Tally()
     began = time.monotonic()
     with instrument.instrumented(), collector_off():
@@ -176,7 +182,7 @@ def explore(
                 if explorer.last.hang or len(tally.failures) >= num_failures:
                     break
             explorer.kit.rewarm()
-            if num_distinct is not None and len(tally.distinct) >= num_distinct:
+            if (num_distinct is not None and len(tally.distinct) >= num_distinct) or time.monotonic() - began > limit_s:
                 break
             if tally.num_run % COLLECT_EVERY == 0:
                 gc.collect()

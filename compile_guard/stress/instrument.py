@@ -13,7 +13,7 @@ from compile_guard.patching import Patches
 from compile_guard.stress import points
 from compile_guard.stress.points import point
 from compile_guard.stress.scheduler import Scheduler
-from compile_guard.torch_seams.yield_points import put_in_lock, put_in_yield_points
+from compile_guard.torch_seams.yield_points import put_in_lock, put_in_yield_points, put_out_guard_timing
 from compile_guard.tracing import TRACE_LOCK
 
 _scheduler: Scheduler | None = None
@@ -100,6 +100,7 @@ def instrumented() -> Iterator[None]:
         else:
             put_in_lock(patches, ScheduledLock)
         put_in_yield_points(patches, point)
+        put_out_guard_timing(patches)
         yield
     finally:
         patches.undo()

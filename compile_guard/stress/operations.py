@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import random
@@ -33,8 +34,22 @@ class _Ran(threading.local):
 _ran = _Ran()
 
 
+def watched(graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph whose runs are counted."""
+
+    def run(*args: Any) -> Any:
+        _ran.num += 1
+        return graph(*args)
+
+    return run
+
+
 class Broken(AssertionError):
     """An operation got what it would not have got alone."""
+
+
+class BackendError(Exception):
+    """What the failing backend raises."""
 
 
 def _check(holds: bool, what: str) -> None:
@@ -52,6 +67,12 @@ def other(x: torch.Tensor) -> torch.Tensor:
 
 def curve(x: torch.Tensor) -> torch.Tensor:
     return x.sin() * x
+
+
+def in_two(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return y.cos()
 
 
 class Layer(nn.Module):
@@ -76,19 +97,17 @@ class Kit:
             self.layer = Layer()
         self.warm = self.compiled(step)
         self.module = self.compiled(self.layer)
-        self.aot = lazy_backend(point)
+        self.aot = lazy_backend(point, watched)
+        saved = io.BytesIO()
+        torch.export.save(torch.export.export(Layer(), (self.x,), strict=False), saved)
+        self.exported = saved.getvalue()
         self.rewarm()
 
     def backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Counts compiles, and the runs of what it compiled."""
         self.num_compiles += 1
         point("backend")
-
-        def run(*args: Any) -> Any:
-            _ran.num += 1
-            return graph.forward(*args)
-
-        return run
+        return watched(graph.forward)
 
     def compiled(self, target: Any) -> Any:
         compiler: Any = compile_guard.compile if self.guarded else torch.compile
@@ -100,7 +119,7 @@ class Kit:
         self.module(self.x)
 
 
-_names = itertools.count()
+_numbers = itertools.count(1)
 
 
 class World:
@@ -110,16 +129,45 @@ class World:
         self.kit = kit
         self.x = kit.x
         self.cold = kit.compiled(fresh(other))
+        self.whole = torch.compile(fresh(other), backend=kit.backend, fullgraph=True)
+        self.in_two = torch.compile(fresh(in_two), backend=kit.backend)
         self.trained = torch.compile(fresh(curve), backend=kit.aot, dynamic=True)
+        self.blocks = torch.compile(fresh(curve), backend=kit.backend)
         self.draws: list[float] = []
         """Of the process-wide generators, in no order: none may come twice."""
+        self._called: dict[Any, Callable[[], Any]] = {}
 
-    def _compiled_call(self, function: Any, expected: torch.Tensor) -> list[Any]:
+    def call_again(self) -> None:
+        """Once more each compiled function that threads have called: whatever they did meanwhile, it is compiled still.
+
+        Raises:
+            Broken: it ran eager.
+        """
+        for again in self._called.values():
+            again()
+
+    def _compiled_call(self, function: Any, expected: torch.Tensor, num_graphs: int = 1) -> list[Any]:
+        self._called[function] = lambda: self._compiled_call(function, expected, num_graphs)
         before = _ran.num
         made = function(self.x)
-        _check(_ran.num == before + 1, f"a compiled function ran {_ran.num - before} graphs, not one: eager, or twice")
+        num = _ran.num - before
+        _check(num == num_graphs, f"a compiled function ran {num} graphs, not {num_graphs}: eager, or twice")
         _check(torch.equal(made, expected), "a compiled function returned other numbers than eager")
         listed: list[Any] = made.tolist()
+        return listed
+
+    def _backward(self, function: Any, call: Callable[[torch.Tensor], torch.Tensor], num_graphs: int) -> list[Any]:
+        self._called[function] = lambda: self._backward(function, call, num_graphs)
+        leaf = self.x.clone().requires_grad_()
+        before = _ran.num
+        loss = call(leaf).sum()
+        point("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        num = _ran.num - before
+        _check(num == num_graphs, f"a step of training ran {num} graphs, not {num_graphs}: eager, or twice")
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, self.x.sin() + self.x * self.x.cos())
+        listed: list[Any] = leaf.grad.tolist()
         return listed
 
     def call(self) -> Any:
@@ -138,6 +186,26 @@ class World:
         point("compile")
         return self._compiled_call(torch.compile(fresh(other), backend=self.kit.backend), other(self.x))
 
+    def fullgraph(self) -> Any:
+        point("call")
+        return self._compiled_call(self.whole, other(self.x))
+
+    def graph_break(self) -> Any:
+        point("call")
+        return self._compiled_call(self.in_two, self.x.sin().cos(), num_graphs=2)
+
+    def failing(self) -> str:
+        def backend(graph: Any, inputs: Any) -> Any:
+            point("backend")
+            raise BackendError("its own")
+
+        point("compile")
+        try:
+            torch.compile(fresh(other), backend=backend)(self.x)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            return f"{error.inner_exception!r}"
+        raise Broken("a backend raised, and its compile did not")
+
     def trace(self) -> Any:
         graph = torch.fx.symbolic_trace(self.kit.layer)
         return [f"{node.op} {node.target}" for node in graph.graph.nodes]
@@ -154,14 +222,22 @@ class World:
         exported = torch.export.export(Layer(), (self.x,), strict=False)
         return [f"{node.op} {node.target}" for node in exported.graph.nodes]
 
+    def load(self) -> Any:
+        point("load")
+        loaded = torch.export.load(io.BytesIO(self.kit.exported))
+        return [f"{node.op} {node.target}" for node in loaded.graph.nodes]
+
     def train(self) -> Any:
-        leaf = self.x.clone().requires_grad_()
-        loss = self.trained(leaf).sum()
-        point("backward")
-        loss.backward()
-        assert leaf.grad is not None
-        torch.testing.assert_close(leaf.grad, self.x.sin() + self.x * self.x.cos())
-        return leaf.grad.tolist()
+        return self._backward(self.trained, self.trained, num_graphs=2)
+
+    def compiled_block(self) -> Any:
+        def block(x: torch.Tensor) -> Any:
+            point("recompute")
+            return self.blocks(x)
+
+        return self._backward(
+            self.blocks, lambda leaf: torch.utils.checkpoint.checkpoint(block, leaf, use_reentrant=False), num_graphs=2
+        )
 
     def checkpoint(self) -> None:
         def block(x: torch.Tensor) -> torch.Tensor:
@@ -191,21 +267,20 @@ class World:
         return made.tolist()
 
     def config(self) -> Any:
+        """Looks inside its blocks only: up to torch 2.11 a thread outside them sees what another has patched, guard or no."""
         from torch._dynamo import config
 
+        own = 1000 * next(_numbers)
         seen = []
-        before = config.recompile_limit
         point("config")
-        with config.patch(recompile_limit=before + 11):
+        with config.patch(recompile_limit=own + 11):
             point("config")
-            seen.append(config.recompile_limit - before)
-            with config.patch(recompile_limit=before + 23):
+            seen.append(config.recompile_limit - own)
+            with config.patch(recompile_limit=own + 23):
                 point("config")
-                seen.append(config.recompile_limit - before)
+                seen.append(config.recompile_limit - own)
             point("config")
-            seen.append(config.recompile_limit - before)
-        point("config")
-        seen.append(config.recompile_limit - before)
+            seen.append(config.recompile_limit - own)
         return seen
 
     def construct(self) -> Any:
@@ -253,7 +328,7 @@ class World:
 def fresh(function: Callable[[torch.Tensor], torch.Tensor]) -> FunctionType:
     """A copy with a code object of its own, so that nothing is compiled for it."""
     assert isinstance(function, FunctionType)
-    return clone_function(function, f"stress_{next(_names)}")
+    return clone_function(function, f"stress_{next(_numbers)}")
 
 
 OPERATIONS: dict[str, tuple[Callable[[World], Any], int]] = {
@@ -261,10 +336,15 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], int]] = {
     "module": (World.module, 1),
     "cold": (World.cold_call, 10),
     "compile": (World.compile, 10),
+    "fullgraph": (World.fullgraph, 10),
+    "graph_break": (World.graph_break, 10),
+    "failing": (World.failing, 5),
     "trace": (World.trace, 1),
     "make_fx": (World.make_fx, 3),
     "export": (World.export, 7),
+    "load": (World.load, 7),
     "train": (World.train, 15),
+    "compiled_block": (World.compiled_block, 15),
     "checkpoint": (World.checkpoint, 1),
     "reset": (World.reset, 20),
     "stance": (World.stance, 1),
@@ -272,12 +352,14 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], int]] = {
     "construct": (World.construct, 1),
     "draw": (World.draw, 1),
     "eager": (World.eager, 1),
-    "fork": (World.fork, 800),
+    "fork": (World.fork, 20),
 }
 """By the name that programs use; and the time that each takes, in about 4 ms."""
 
-MAY_COMPILE = frozenset({"call", "module", "cold", "compile"})
-"""Operations that compile at most one graph by the counting backend."""
+MAY_COMPILE = {
+    "call": 1, "module": 1, "cold": 1, "compile": 1, "fullgraph": 1, "graph_break": 2, "compiled_block": 2
+}  # fmt: skip
+"""Graphs that an operation compiles by the counting backend, at most: those that resets beside it have made cold."""
 
 
 def rounds_between(threads: Iterable[Iterable[str]]) -> int:

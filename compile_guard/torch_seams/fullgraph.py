@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
 from typing import Any
 
 from compile_guard import fork
@@ -14,6 +16,21 @@ _COUNT = "set_fullgraph_compiled_frame_count"
 _NOT_COUNTING = -1
 _REFUSED = 1 << 30
 """What a call is told that may not count: not -1, so that it looks at no count, and no number of frames."""
+
+
+_HELPERS = ("torch._inductor", "torch._dynamo", "torch.utils.data", "tqdm")
+"""Modules whose threads call no compiled function; the first two have some in every process that compiles."""
+
+
+def _starter(frame: FrameType | None) -> str:
+    """The module that starts a thread, whose `start` was called in this frame."""
+    name = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("threading", "concurrent.futures", "compile_guard.torch_seams")):
+            break
+        frame = frame.f_back
+    return name
 
 
 def frames_are_counted() -> bool:
@@ -31,19 +48,26 @@ def _report() -> None:
             title="two threads are inside compiled calls with fullgraph=True",
             now=this_thread("enters one"),
             shared="torch's count of compiled frames, which each such call begins, and ends twice",
-            consequence="`RuntimeError: torch.compile with fullgraph=True found no compiled frames`, of a compiled call",
-            fix="keep compile_guard.install(): calls that overlap are not counted; or fullgraph=True in one thread at a time",
+            consequence="`RuntimeError: torch.compile with fullgraph=True found no compiled frames`, of a compiled call; "
+            "meanwhile what other threads' functions do after a graph break runs eager",
+            fix="keep compile_guard.install(): a program with threads counts none; or leave fullgraph=True out",
             prevented=True,
         )
     )
 
 
 def _fullgraph_count(patches: Patches) -> None:
-    """One thread at a time has its frames counted; calls of others meanwhile are not checked for having none."""
+    """Frames are counted until the program has started a thread; from then on calls are not checked for having none.
+
+    While torch counts, it looks at nothing below a compiled frame, of whichever thread: what another thread's function does
+    after a graph break, or in a call that Dynamo left as a call, would run eager.
+    """
     from torch._dynamo import eval_frame
 
     torch_count: Any = getattr(eval_frame, _COUNT)
-    counting = threading.RLock()  # only ever tried: who has it is the one whose frames are counted
+    counting = threading.RLock()  # only ever tried: who has it may have its frames counted
+    start = threading.Thread.start
+    is_threaded = threading.active_count() > 1
 
     def count(value: int) -> int:
         if value < 0:
@@ -56,10 +80,15 @@ def _fullgraph_count(patches: Patches) -> None:
         if value == _REFUSED:
             return value
         if counting.acquire(blocking=False):
-            begun: int = torch_count(value)
+            begun: int = _NOT_COUNTING if is_threaded else torch_count(value)
             return begun
         _report()
         return _REFUSED
+
+    def start_noted(self: threading.Thread) -> None:
+        nonlocal is_threaded
+        is_threaded = is_threaded or not _starter(sys._getframe(1)).startswith(_HELPERS)
+        start(self)
 
     def renew() -> None:
         counting._at_fork_reinit()  # type: ignore[attr-defined]
@@ -67,10 +96,16 @@ def _fullgraph_count(patches: Patches) -> None:
 
     skip_code(count.__code__)
     patches.set_attribute(eval_frame, _COUNT, count)
+    patches.set_attribute(threading.Thread, "start", start_noted)
     fork.in_child.append(renew)
     patches.on_undo("the fork handler of fullgraph counts", lambda: fork.in_child.remove(renew))
 
 
 SEAMS = (
-    Seam("fullgraph_count", "the compiled frames of a fullgraph call are its own", _fullgraph_count, frames_are_counted),
+    Seam(
+        "fullgraph_count",
+        "a fullgraph call counts compiled frames only in a program without threads",
+        _fullgraph_count,
+        frames_are_counted,
+    ),
 )

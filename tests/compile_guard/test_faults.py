@@ -35,21 +35,27 @@ def out_of_memory() -> BaseException:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def compile_that_raises(make_error: Callable[[], BaseException]) -> Callable[[], Any]:
+def allocation_of_too_much() -> BaseException:
+    """The device's own error: raised here, not returned."""
+    torch.empty(2**44, dtype=torch.uint8, device="cuda")
+    return AssertionError("16 TiB were there")
+
+
+def compile_that_raises(make_error: Callable[[], BaseException], x: torch.Tensor) -> Callable[[], Any]:
     def backend(graph: Any, inputs: Any) -> Any:
         raise make_error()
 
     return lambda: torch.compile(lambda x: x * 2, backend=backend)(x)
 
 
-def guard_hook_that_raises(make_error: Callable[[], BaseException]) -> Callable[[], Any]:
+def guard_hook_that_raises(make_error: Callable[[], BaseException], x: torch.Tensor) -> Callable[[], Any]:
     def hook(guards: Any) -> Any:
         raise make_error()
 
     return lambda: torch.compile(lambda x: x * 2, backend="eager", options={"guard_filter_fn": hook})(x)
 
 
-def recompute_that_raises(make_error: Callable[[], BaseException]) -> Callable[[], Any]:
+def recompute_that_raises(make_error: Callable[[], BaseException], x: torch.Tensor) -> Callable[[], Any]:
     def run() -> None:
         runs = []
 
@@ -65,7 +71,7 @@ def recompute_that_raises(make_error: Callable[[], BaseException]) -> Callable[[
     return run
 
 
-def lazy_backward_that_raises(make_error: Callable[[], BaseException]) -> Callable[[], Any]:
+def lazy_backward_that_raises(make_error: Callable[[], BaseException], x: torch.Tensor) -> Callable[[], Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
@@ -88,15 +94,23 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("error", [lambda: ValueError("its own"), out_of_memory], ids=["error", "out of memory"])
+@pytest.mark.parametrize(
+    ("error", "device"),
+    [
+        pytest.param(lambda: ValueError("its own"), "cpu", id="error"),
+        pytest.param(out_of_memory, "cpu", id="out of memory"),
+        pytest.param(allocation_of_too_much, "cuda", marks=pytest.mark.cuda, id="out of CUDA memory"),
+    ],
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_that_threads_alone_and_the_others_go_on(
-    guard: Any, fault: str, error: Callable[[], BaseException]
+    guard: Any, fault: str, error: Callable[[], BaseException], device: str
 ) -> None:
+    x = torch.ones(4, device=device)
     warm = compile_guard.compile(step, backend="eager")
     warm(x)
     before = state()
-    failing = FAULTS[fault](error)
+    failing = FAULTS[fault](error, x)
     start = threading.Barrier(3)
 
     def fail() -> None:
@@ -196,6 +210,47 @@ def test_the_main_thread_ends_while_others_compile_and_python_waits_for_them(tmp
 def test_sigterm_ends_a_process_whose_threads_compile(tmp_path: Path) -> None:
     done = ends("os.kill(os.getpid(), signal.SIGTERM); threads[0].join()", tmp_path)
     assert done.returncode == -signal.SIGTERM, done.stderr[-3000:]
+
+
+SIGNALLED = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+x = torch.ones(4)
+def send(*_):
+    os.kill(os.getpid(), signal.{sent})
+    for _ in range(1000):  # its handler runs between two of these steps
+        pass
+    print("goes on")
+def backend_that_gets_it(graph, inputs):
+    send()
+    return graph.forward
+def backward_that_gets_it():
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    aot = aot_autograd(fw_compiler=boxed_nop, bw_compiler=send)
+    torch.compile(lambda x: x.sin() * x, backend=aot, dynamic=True)(x.clone().requires_grad_()).sum().backward()
+def traced(x):
+    send()
+    return x + 1
+places = dict(
+    backend=lambda: torch.compile(lambda x: x * 2, backend=backend_that_gets_it)(x),
+    guard_hook=lambda: torch.compile(lambda x: x * 2, backend="eager", options=dict(guard_filter_fn=send))(x),
+    trace=lambda: torch.fx.symbolic_trace(traced),
+    backward=backward_that_gets_it,
+)
+try:
+    places[{place!r}]()
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("place", ["backend", "guard_hook", "trace", "backward"])
+def test_a_signal_in_main_while_it_compiles_among_others_ends_the_program(tmp_path: Path, place: str, sent: str) -> None:
+    """Where Python code runs. One that comes while torch's C++ evaluates a guard is lost, with this guard as without: torch
+    takes whatever a guard in Python raises for a guard that does not hold."""
+    done = ends(SIGNALLED.format(place=place, sent=sent), tmp_path)
+    assert (done.returncode, done.stdout) == (7, ""), done.stderr[-3000:]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
