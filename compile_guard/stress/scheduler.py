@@ -19,9 +19,8 @@ from compile_guard.stress.strategies import Strategy
 PATIENCE_S = 60.0
 """A schedule that has not ended after so long hangs: some thread waits for what the scheduler does not know of."""
 
-IDLE_ROUNDS = 150
-"""How often every waiting thread asks in vain, while none can go on, before they wait for ever: a `reset` believes only the
-hundredth look that finds the count of compiled calls wrong."""
+IDLE_ROUNDS = 20
+"""How often every waiting thread asks in vain, while none can go on, before they wait for ever: some look twice."""
 
 
 @dataclass(slots=True)
