@@ -62,7 +62,16 @@ def problems(
     after = state()
     for name in before.keys() & after.keys():
         if before[name] != after[name]:
-            yield f"not pristine: {name}\nwas {before[name]!r}, is {after[name]!r}"
+            was, now = _what_differs(before[name], after[name])
+            yield f"not pristine: {name}\nwas {was!r}, is {now!r}"
+
+
+def _what_differs(was: Any, now: Any) -> tuple[Any, Any]:
+    """Two values, or of two dicts the items that are not in both."""
+    if not (isinstance(was, dict) and isinstance(now, dict)):
+        return was, now
+    names = {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
+    return {name: was.get(name) for name in sorted(names)}, {name: now.get(name) for name in sorted(names)}
 
 
 def has_reset(program: Program) -> bool:

@@ -13,13 +13,23 @@ _num_modules = 0
 
 
 def _configuration() -> dict[str, Any]:
-    """What is overridden of torch's configuration, seen from the calling thread, by name."""
+    """What is overridden of torch's configuration, seen from the calling thread, by name.
+
+    An override that is the default is none: torch makes one where a list, set or dict is read for the first time.
+    """
+    from torch.utils._config_module import _UNSET_SENTINEL
+
     global _num_modules
     if len(sys.modules) != _num_modules:  # to look through all modules takes a millisecond
         _num_modules = len(sys.modules)
         _entries[:] = [(f"{module.__name__}.{name}", entry) for module, name, entry in config_entries()]
-    overrides = ((name, entry.user_override) for name, entry in _entries)
-    return {name: value.get(None) if isinstance(value, ContextVar) else value for name, value in overrides}
+    found = {}
+    for name, entry in _entries:
+        override = entry.user_override
+        value = override.get(_UNSET_SENTINEL) if isinstance(override, ContextVar) else override
+        if value is not _UNSET_SENTINEL and value != entry.default:
+            found[name] = value
+    return found
 
 
 def process_state() -> dict[str, Any]:
