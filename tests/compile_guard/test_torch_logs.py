@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -44,6 +45,16 @@ def test_torch_logs_shows_findings_once_each() -> None:
     silent = run().stderr
     assert "[recompile-limit]" not in silent
     assert "[eager-call]" not in silent
+
+
+def test_a_finding_is_logged_for_information(guard: Any, caplog: pytest.LogCaptureFixture) -> None:
+    step = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    with caplog.at_level(logging.INFO, "compile_guard"), torch._dynamo.config.patch(recompile_limit=1):
+        for n in range(1, 3):
+            step(torch.ones(n))
+    said = [record for record in caplog.records if record.name == "compile_guard"]
+    assert {record.levelname for record in said} == {"INFO"}
+    assert sum("[recompile-limit]" in record.getMessage() for record in said) == 1
 
 
 def test_torch_trace_has_each_finding_as_an_artifact(tmp_path: Path) -> None:
