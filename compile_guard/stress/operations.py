@@ -97,7 +97,6 @@ class Kit:
             self.layer = Layer()
         self.warm = self.compiled(step)
         self.module = self.compiled(self.layer)
-        self.aot = lazy_backend(point, watched)
         saved = io.BytesIO()
         torch.export.save(torch.export.export(Layer(), (self.x,), strict=False), saved)
         self.exported = saved.getvalue()
@@ -131,7 +130,8 @@ class World:
         self.cold = kit.compiled(fresh(other))
         self.whole = torch.compile(fresh(other), backend=kit.backend, fullgraph=True)
         self.in_two = torch.compile(fresh(in_two), backend=kit.backend)
-        self.trained = torch.compile(fresh(curve), backend=kit.aot, dynamic=True)
+        # A backend of its own: up to torch 2.9 each compile puts one more wrapper around the backend's backward compiler.
+        self.trained = torch.compile(fresh(curve), backend=lazy_backend(point, watched), dynamic=True)
         self.blocks = torch.compile(fresh(curve), backend=kit.backend)
         self.draws: list[float] = []
         """Of the process-wide generators, in no order: none may come twice."""
