@@ -1,5 +1,5 @@
-"""B6: `fullgraph=True` calls count compiled frames for the process: a compiled call is said to have none, and what another
-thread's function does after a graph break runs eager (2.13, 2.14)."""
+"""B6: `fullgraph=True` calls count compiled frames for the process: a compiled call is said to have none (2.13, 2.14), and what
+another thread's function does after a graph break runs eager (2.11, too, which hides frames in another variable)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from compile_guard.hazards._threads import run_threads, wait
 
 
 def affected() -> Affected:
-    from compile_guard.torch_seams.fullgraph import frames_are_counted
+    from compile_guard.torch_seams.fullgraph import frames_are_counted, frames_are_overridden
 
     if frames_are_counted():
         return Affected(True, "compiled frames of a call are counted in one integer: `set_fullgraph_compiled_frame_count`")
-    return Affected(False, "there is no `set_fullgraph_compiled_frame_count`: frames of a fullgraph call are not counted")
+    if frames_are_overridden():
+        return Affected(True, "a fullgraph call sets `set_eval_frame_override` for the whole process")
+    return Affected(False, "a fullgraph call sets neither `set_fullgraph_compiled_frame_count` nor `set_eval_frame_override`")
 
 
 def fullgraph(during: Any) -> Any:
@@ -192,13 +194,14 @@ HAZARD = Hazard(
         "of another thread, which then reads that of a third. Calls that overlap also count each other's frames, so that real "
         "faults pass. flex_attention called eager compiles itself with `fullgraph=True`, and takes part. While the count is "
         "on, torch looks at no frame below a compiled one, whichever thread it is of: what a function does after a graph "
-        "break, or in helpers that it calls there, runs eager for that call."
+        "break, or in helpers that it calls there, runs eager for that call. torch 2.11 counts nothing, but has a "
+        "fullgraph=True call say the latter in a variable of its own, for the process as well."
     ),
     links=(),
     affected=affected,
     trigger=trigger,
     mirror=mirror,
-    seams=("fullgraph_count",),
+    seams=("fullgraph_count", "fullgraph_override"),
     finding="fullgraph-count",
     fix="Install the guard, under which a program with threads counts no frames; or leave `fullgraph=True` out.",
 )
