@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
     def progress(tally: Tally) -> None:
         if tally.num_run % 1000 == 0:
-            print(f"{len(tally.distinct)} distinct schedules in {tally.wall_s:.0f} s", file=sys.stderr, flush=True)
+            print(_in_a_line(tally), file=sys.stderr, flush=True)
 
     tally = explore(
         schedules,
@@ -72,13 +72,14 @@ def _as_dict(tally: Tally) -> dict[str, object]:
 
 def _as_text(tally: Tally) -> str:
     lines = [f"{number:7d}  {shape}" for shape, number in tally.by_shape.items()]
+    return "\n".join([*lines, _in_a_line(tally)])
+
+
+def _in_a_line(tally: Tally) -> str:
     share = tally.num_preempted / max(1, len(tally.distinct))
-    return "\n".join(
-        [
-            *lines,
-            f"torch {torch.__version__}: {len(tally.distinct)} distinct schedules of {len(tally.by_shape)} program shapes, "
-            f"{share:.0%} with two preemptions or more, in {tally.wall_s:.0f} s: {len(tally.failures)} broke an invariant",
-        ]
+    return (
+        f"torch {torch.__version__}: {len(tally.distinct)} distinct schedules of {len(tally.by_shape)} program shapes, "
+        f"{share:.0%} with two preemptions or more, in {tally.wall_s:.0f} s: {len(tally.failures)} broke an invariant"
     )
 
 

@@ -72,7 +72,7 @@ def _without(name: str, arguments: list[str]) -> tuple[object, str]:
             line, env=_runner.child_environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return "a hang", ""
+        return f"nothing within {TIMEOUT_S} s", ""
     return done.returncode, done.stdout
 
 
