@@ -103,7 +103,6 @@ HAZARD = Hazard(
     seams=("trace_lock", "fork"),
     finding="fork-during-compile",
     fix="Install the guard, which lets a fork wait for the compile; or start processes with spawn, or before threads.",
-    # A process that has used CUDA cannot compile in a forked child at all: that is another matter. Nor is freed memory
-    # overwritten: a CUDA build of torch 2.11 that sees no GPU then crashes in `_ensureCUDADeviceGuardSet`, with one thread too.
-    environment={"CUDA_VISIBLE_DEVICES": "", "MALLOC_PERTURB_": "0"},
+    # A process that has used CUDA cannot compile in a forked child at all: that is another matter.
+    environment={"CUDA_VISIBLE_DEVICES": ""},
 )

@@ -20,6 +20,7 @@ from compile_guard.torch_seams import (
     config_patches,
     configuration,
     cudagraphs,
+    device_guard,
     devices,
     eager_calls,
     fake_mode,
@@ -72,6 +73,7 @@ __all__ = [
 SEAMS: tuple[Seam, ...] = (
     *trace_lock.SEAMS,  # first: the others are put in while it is held
     *tracers.SEAMS,
+    *device_guard.SEAMS,
     *fake_mode.SEAMS,
     *lazy_backward.SEAMS,
     *eager_calls.SEAMS,  # before the next, which takes what then is Dynamo's callback for it
