@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -34,6 +35,9 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"compile-guard: {error}", file=sys.stderr)
         return CANNOT_RUN
+    if options.target is None and not torch.cuda.is_initialized():
+        # These programs compute on the CPU, and fork: a process that has used CUDA cannot compile in a forked child.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     programs = SHAPES if options.target is None else [program_of(options.target, options.threads)]
     schedules = plan(options.seed, programs, with_mixed=options.target is None)
     if options.unguarded:
