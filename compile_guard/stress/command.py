@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"compile-guard: {error}", file=sys.stderr)
         return CANNOT_RUN
-    if options.target is None and not torch.cuda.is_initialized():
+    if options.target is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # These programs compute on the CPU, and fork: a process that has used CUDA cannot compile in a forked child.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     programs = SHAPES if options.target is None else [program_of(options.target, options.threads)]
