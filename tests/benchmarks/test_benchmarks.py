@@ -59,8 +59,8 @@ def test_the_trainers_checks_run_without_a_gpu(module: str, options: list[str], 
     assert "compiles after the warm-up" in done.stdout
     result = json.loads((tmp_path / "out.json").read_text("utf-8"))[module]
     runs = [result] if module == "trainer_27b" else [value for value in result.values() if value and "step" in value]
-    assert runs
-    assert all(run["step"] == 4 and run["tok_s"] > 0 and run["findings"] == [] for run in runs)
+    assert {run["step"] for run in runs} in ({4}, {4, 8})  # comparisons have 8 at least
+    assert all(run["tok_s"] > 0 and run["findings"] == [] for run in runs)
 
 
 def test_where_a_late_process_was_is_shown(tmp_path: Path) -> None:

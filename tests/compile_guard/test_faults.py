@@ -214,6 +214,7 @@ def test_sigterm_ends_a_process_whose_threads_compile(tmp_path: Path) -> None:
 
 SIGNALLED = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 x = torch.ones(4)
 def send(*_):
     os.kill(os.getpid(), signal.{sent})
