@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "repro" / "threaded_drafters.py")
 TIMEOUT_S = 110
 RUN = ROOT / "build" / "demo-run"
+BARE_RUNS = 3
+"""The race is lost in most runs, not in all: so many are shown at most without the guard, until one fails."""
 
 
 def run(command: list[str], cache: Path) -> tuple[int, str, float]:
@@ -99,12 +101,13 @@ def main() -> int:
     print("each tracing its drafter with torch.fx after every step. The program is repro/threaded_drafters.py.\n")
     with tempfile.TemporaryDirectory() as folder:
         print("1. Without the guard …", flush=True)
-        bare, output, seconds = run([sys.executable, *arguments], Path(folder) / "bare")
-        last = [line for line in output.strip().splitlines() if line.strip()][-1]
-        if bare == 0:
-            print(f"   it happened to finish this time, in {seconds:.0f} s: {last}")
-        else:
-            print(f"   it ended with status {bare} after {seconds:.0f} s: {last}")
+        for number in range(BARE_RUNS):
+            bare, output, seconds = run([sys.executable, *arguments], Path(folder) / f"bare{number}")
+            last = [line for line in output.strip().splitlines() if line.strip()][-1]
+            if bare != 0:
+                print(f"   it ended with status {bare} after {seconds:.0f} s: {last}")
+                break
+            print(f"   it happened to finish this time, in {seconds:.0f} s: {last}", flush=True)
         print("\n2. The same program, unchanged, under `compile-guard run` …", flush=True)
         guarded = [sys.executable, "-m", "compile_guard", "run", "--mode", "record", *arguments]
         status_guarded, output, seconds = run(guarded, Path(folder) / "guarded")
@@ -116,7 +119,7 @@ def main() -> int:
         return 1
     if train() != 0 or decode() != 0:
         return 1
-    before = "failed" if bare else "finished, though nothing ensured that it would"
+    before = "failed" if bare else f"finished {BARE_RUNS} times, though nothing ensured that it would"
     print(f"\nShown: without the guard the program {before}; with it every thread finished every step, and the report names")
     print("each conflict that was taken out of the way; and a drafter trained in threads on top of that.")
     print("Next: `compile-guard doctor`, `python repro/fx_race.py`, `dflash-train train tiny-cpu -o runs/tiny`.")
