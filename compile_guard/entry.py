@@ -88,7 +88,7 @@ def gated_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if _attention:
                 _begins(compiled, sys._getframe())
-            return compiled(*args, **kwargs) if kwargs else compiled(*args)  # to pass on no keywords costs a dict
+            return compiled(*args, **kwargs)
         except RetryCompiledCall:
             with once_more():
                 return compiled(*args, **kwargs)
@@ -125,14 +125,14 @@ def gated_dispatch(
     """
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        if args and (first := args[0]).__class__ is tensor:
-            compiled = (compiled_for.cpu if first.is_cpu else None) or compiled_for[first.device]
+        if args and args[0].__class__ is tensor:
+            compiled = (compiled_for.cpu if args[0].is_cpu else None) or compiled_for[args[0].device]
         else:
             compiled = compiled_for[device_of(args, kwargs)]
         try:
             if _attention:
                 _begins(compiled, sys._getframe())
-            return compiled(*args, **kwargs) if kwargs else compiled(*args)  # to pass on no keywords costs a dict
+            return compiled(*args, **kwargs)
         except RetryCompiledCall:
             with once_more():
                 return compiled(*args, **kwargs)

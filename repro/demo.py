@@ -24,7 +24,7 @@ PROGRAM = str(ROOT / "repro" / "threaded_drafters.py")
 TIMEOUT_S = 110
 RUN = ROOT / "build" / "demo-run"
 BARE_RUNS = 3
-"""The race is lost in most runs, not in all: so many are shown at most without the guard, until one fails."""
+"""The race is not lost in every run: so many are shown at most without the guard, until one fails."""
 
 
 def run(command: list[str], cache: Path) -> tuple[int, str, float]:
